@@ -1,0 +1,56 @@
+# `make serve` and `make test` set up what they need; the second run skips the set-up.
+#
+#   make serve PORT=9000 ARGS="--model mine=DIR"
+#   make test ARGS="tests/unit -k cache"
+#
+# TORCH_INDEX=URL chooses a torch build from a package index (see docs/docker.md for the URLs);
+# without it pip takes the one it prefers.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MIN_PYTHON := (3, 11)
+
+# The first interpreter on the path that is new enough. Override with PYTHON=/path/to/python.
+PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < $(MIN_PYTHON))' 2>/dev/null \
+	&& echo $$candidate && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Create .venv and install the project with its server and dev extras
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { \
+		echo "seqserve needs Python 3.11 or newer, and none was found on the path" \
+		     "(python3 is: $$(python3 --version 2>&1)). Install one, or name it: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < $(MIN_PYTHON))' || { \
+		echo "seqserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check \
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,dev]"
+	@touch $@
+
+serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
+	$(BIN)/seqserve serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: check ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Format, lint and type checks only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup ## Format the code and apply the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,287 @@
+"""What cached decoding remembers: keys and values of targets so far, and of sources.
+
+Rows are kept compact: row r of every tensor is the r-th live sequence. A source lies in a *slot*
+of its own, shared by all rows that continue from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.layers import MultiHeadAttention, attention, padding_mask
+
+LENGTH_BLOCK = 64
+"""Target lengths grow by so many positions, so that growing is rare and padding small."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes that do not change: decoder layers, heads and width of a head."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def zeros(self, rows: int, length: int) -> Tensor:
+        """``[layers, 2, rows, heads, length, head_dim]``: keys at 0, values at 1."""
+        size = (self.layers, 2, rows, self.heads, length, self.head_dim)
+        return torch.zeros(size, device=self.device, dtype=self.dtype)
+
+
+class Pool:
+    """Keys and values of rows that come, grow and go, in one tensor that grows as needed.
+
+    Attributes:
+        tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
+        lengths: positions in use, one per live row.
+    """
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.tensor = shape.zeros(0, 0)
+        self.lengths: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room; contents stay. Both sizes at least double where they grow row by row."""
+        have_rows, have_length = self.tensor.shape[2], self.tensor.shape[4]
+        if rows <= have_rows and length <= have_length:
+            return
+        new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
+        new_length = have_length if length <= have_length else _round_up(length, LENGTH_BLOCK)
+        grown = self.shape.zeros(new_rows, new_length)
+        in_use = (slice(None), slice(None), slice(self.rows), slice(None), slice(self.longest))
+        grown[in_use] = self.tensor[in_use]
+        self.tensor = grown
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; only those that change place are copied."""
+        if not rows:
+            self.tensor = self.shape.zeros(0, 0)  # an idle service holds no cache
+        in_use = self.tensor[:, :, : self.rows, :, : self.longest]
+        moves = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moves:
+            to, origin = ([move[side] for move in moves] for side in (0, 1))
+            in_use[:, :, to] = in_use[:, :, origin]
+        # Whoever comes next masks what lies here, but a mask does not stop a NaN.
+        in_use[:, :, len(rows) :].zero_()
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+# --- the target side ---------------------------------------------------------------------------
+
+
+class TargetCache:
+    """Self-attention keys and values of every live row."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.pool = Pool(shape)
+
+    def join(self, rows: int, prefix_length: int) -> list[PrefixKeysValues]:
+        """Room for new rows of up to `prefix_length` positions: each layer's place to write."""
+        first = self.pool.rows
+        self.pool.reserve(first + rows, prefix_length)
+        places = self.pool.tensor[:, :, first : first + rows, :, :prefix_length]
+        return [PrefixKeysValues(keys, values) for keys, values in places]
+
+    def joined(self, lengths: Sequence[int]) -> None:
+        """Count the new rows in, each with its own number of positions."""
+        self.pool.lengths.extend(lengths)
+
+    def next_position(self) -> tuple[list[StepKeysValues], Tensor, Tensor]:
+        """Prepare a step that adds one position to each row.
+
+        Returns:
+            one place to write per layer; the mask ``[rows, 1, 1, longest + 1]``; the positions
+            ``[rows, 1]``.
+        """
+        pool = self.pool
+        length = pool.longest + 1
+        pool.reserve(pool.rows, length)
+        positions = torch.tensor(pool.lengths, device=pool.shape.device)
+        mask = padding_mask(positions + 1, length)
+        rows = torch.arange(pool.rows, device=pool.shape.device)
+        live = pool.tensor[:, :, : pool.rows, :, :length]
+        layers = [StepKeysValues(keys, values, rows, positions) for keys, values in live]
+        return layers, mask, positions[:, None]
+
+    def advance(self) -> None:
+        """The step is done: each row has one position more."""
+        self.pool.lengths = [length + 1 for length in self.pool.lengths]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.pool.keep(rows)
+
+
+@dataclass(frozen=True)
+class PrefixKeysValues:
+    """One layer's place for the prefixes of new rows: views ``[rows, heads, prefix, head_dim]``.
+
+    Padded prefixes leave garbage behind a row's length: its own later steps overwrite it before
+    the mask lets anyone look.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class StepKeysValues:
+    """One layer's keys and values of live rows: views ``[rows, heads, longest + 1, head_dim]``."""
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    positions: Tensor
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write each row's new position ``[rows, heads, 1, head_dim]`` where that row ends."""
+        self.keys[self.rows, :, self.positions] = keys[:, :, 0]
+        self.values[self.rows, :, self.positions] = values[:, :, 0]
+        return self.keys, self.values
+
+
+# --- the source side ---------------------------------------------------------------------------
+
+
+class SourceCache:
+    """Cross-attention keys and values, one slot per source, shared by its rows.
+
+    Attributes:
+        slots: slot of each live row.
+    """
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.pool = Pool(shape)
+        self.slots: list[int] = []
+        self._mask: Tensor | None = None
+
+    def join(
+        self, layers: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Add sources, and the rows that use them.
+
+        Args:
+            layers: keys and values per layer, ``[sources, heads, src, head_dim]``.
+            lengths: of each source, without padding.
+            slots: which of these sources each new row uses, counted from 0.
+        """
+        first = self.pool.rows
+        sources, longest = len(lengths), max(1, *lengths)
+        self.pool.reserve(first + sources, longest)
+        for place, (keys, values) in zip(self.pool.tensor, layers, strict=True):
+            place[0, first : first + sources, :, :longest] = keys[:, :, :longest]
+            place[1, first : first + sources, :, :longest] = values[:, :, :longest]
+        self.pool.lengths.extend(lengths)
+        self.slots.extend(first + slot for slot in slots)
+        self._mask = None
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and the slots that they use."""
+        used = [self.slots[row] for row in rows]
+        kept = list(dict.fromkeys(used))
+        place = {slot: new for new, slot in enumerate(kept)}
+        self.slots = [place[slot] for slot in used]
+        self.pool.keep(kept)
+        self._mask = None
+
+    def layers(self, first_row: int = 0) -> list[SlotKeysValues]:
+        """What each decoder layer attends to, for the rows from `first_row` on.
+
+        Those rows' slots must be the last ones, as they are for rows that just joined.
+        """
+        rows = self.slots[first_row:]
+        first_slot = min(rows)
+        longest = max(1, self.pool.longest)  # an empty source keeps one column that nobody may see
+        sharing = Sharing.of([slot - first_slot for slot in rows], self.pool.shape.device)
+        mask = self._padding()[first_slot:]
+        live = self.pool.tensor[:, :, first_slot : self.pool.rows, :, :longest]
+        return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
+
+    def _padding(self) -> Tensor:
+        if self._mask is None:
+            lengths = torch.tensor(self.pool.lengths, device=self.pool.shape.device)
+            self._mask = padding_mask(lengths, max(1, self.pool.longest))
+        return self._mask
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which slot each row uses, and which of its slot's rows it is; both ``[rows]``.
+
+    Attributes:
+        width: the most rows that share a slot.
+    """
+
+    slot: Tensor
+    place: Tensor
+    slots: int
+    width: int
+
+    @classmethod
+    def of(cls, slots: Sequence[int], device: torch.device) -> Sharing | None:
+        """None where row r uses slot r, which needs no regrouping."""
+        if list(slots) == list(range(len(slots))):
+            return None
+        seen: dict[int, int] = {}
+        place = []
+        for slot in slots:
+            place.append(seen.get(slot, 0))
+            seen[slot] = place[-1] + 1
+        return cls(
+            torch.tensor(slots, device=device),
+            torch.tensor(place, device=device),
+            slots=max(slots) + 1,
+            width=max(seen.values()),
+        )
+
+
+@dataclass(frozen=True)
+class SlotKeysValues:
+    """One layer's keys and values of sources: views ``[slots, heads, src, head_dim]``.
+
+    Rows that share a source become its queries, so that keys and values are never copied.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    sharing: Sharing | None
+
+    def attend(self, cross: MultiHeadAttention, x: Tensor) -> Tensor:
+        if self.sharing is None:
+            attended: Tensor = cross(x, self.keys, self.values, self.mask)
+            return attended
+        share = self.sharing
+        queries = cross.queries(x)  # [rows, heads, query, head_dim]
+        _, heads, length, head_dim = queries.shape
+        grid = queries.new_zeros(share.slots, share.width, heads, length, head_dim)
+        grid[share.slot, share.place] = queries
+        # [slots, width, heads, query, head_dim] -> [slots, heads, width * query, head_dim]
+        by_slot = grid.transpose(1, 2).flatten(2, 3)
+        found = attention(by_slot, self.keys, self.values, self.mask)
+        # and back to [rows, heads, query, head_dim]
+        back = found.reshape(share.slots, heads, share.width, length, head_dim).transpose(1, 2)
+        return cross.merge(back[share.slot, share.place])
+
+
+def _round_up(n: int, block: int) -> int:
+    return -(-n // block) * block

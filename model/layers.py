@@ -1,0 +1,329 @@
+"""The parts a Transformer is made of, each readable on its own.
+
+Conventions: masks are boolean and True means "attend"; they broadcast against
+``[batch, heads, query, key]``. Shapes are written as ``[batch, length, dim]``.
+
+References:
+    Vaswani et al., "Attention Is All You Need", 2017 (https://arxiv.org/abs/1706.03762).
+    Ba et al., "Layer Normalization", 2016 (https://arxiv.org/abs/1607.06450).
+    Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020
+    (https://arxiv.org/abs/2002.04745), for pre-norm against post-norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Sublayer = Callable[[Tensor], Tensor]
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+def sinusoidal_table(length: int, dim: int, base: float = 10000.0) -> Tensor:
+    """Position encodings of section 3.5 of the paper.
+
+    ``table[p, 2i] = sin(p / base^(2i/dim))`` and ``table[p, 2i+1] = cos(p / base^(2i/dim))``.
+
+    Returns:
+        ``[length, dim]``, float32. An odd ``dim`` ends on a sine.
+    """
+    with torch.device("cpu"):  # real numbers also where a model is only sketched on "meta"
+        position = torch.arange(length, dtype=torch.float64)[:, None]  # [length, 1]
+        even = torch.arange(0, dim, 2, dtype=torch.float64)
+        angle = position * torch.exp(even * (-math.log(base) / dim))  # [length, ceil(dim / 2)]
+        table = torch.empty(length, dim, dtype=torch.float64)
+        table[:, 0::2] = angle.sin()
+        table[:, 1::2] = angle[:, : dim // 2].cos()
+        return table.float()
+
+
+class SinusoidalPositions(nn.Module):
+    """Fixed position encodings, looked up by position.
+
+    Args:
+        max_length: positions ``0 .. max_length - 1`` exist.
+        dim: width of an encoding.
+    """
+
+    table: Tensor
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("table", sinusoidal_table(max_length, dim), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """``[batch, length]`` positions -> ``[batch, length, dim]`` encodings."""
+        return F.embedding(positions, self.table)
+
+
+class Embedding(nn.Module):
+    """Token embedding plus position encoding, with the dropout of section 5.4.
+
+    Args:
+        tokens: the token table.
+        positions: maps positions to encodings of the same width.
+        scale: factor on the token vectors; the paper uses ``sqrt(dim)``, the tutorial 1.
+        dropout: probability of zeroing an element while training.
+    """
+
+    def __init__(
+        self, tokens: nn.Embedding, positions: nn.Module, scale: float = 1.0, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.positions = positions
+        self.scale = scale
+        self.dropout = Dropout(dropout)
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``[batch, length]`` ids -> ``[batch, length, dim]``.
+
+        ``positions`` defaults to ``0 .. length - 1`` for every row.
+        """
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None, :]
+        embedded = self.tokens(ids) * self.scale + self.positions(positions)
+        # Encodings stay float32 in a half-precision model; the sum is rounded once.
+        dropped: Tensor = self.dropout(embedded.to(self.tokens.weight.dtype))
+        return dropped
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
+    """``[length, length]``: position t attends to 0 .. t."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def padding_mask(lengths: Tensor, max_length: int) -> Tensor:
+    """``[batch]`` lengths -> ``[batch, 1, 1, max_length]``: keys before a row's length are real."""
+    keys = torch.arange(max_length, device=lengths.device)
+    return (keys[None, :] < lengths[:, None])[:, None, None, :]
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √d_k), equation 1 of the paper without the values.
+
+    Args:
+        query: ``[..., query, head_dim]``.
+        key: ``[..., key, head_dim]``.
+        mask: boolean, broadcastable to ``[..., query, key]``; True attends.
+
+    Returns:
+        ``[..., query, key]``, float32; each row sums to 1, or is zero where the mask allows no key.
+    """
+    scores = (query @ key.transpose(-2, -1)).float() / math.sqrt(query.shape[-1])
+    if mask is None:
+        return scores.softmax(dim=-1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(~mask, 0.0)  # a row without any key is NaN after the softmax
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """softmax(q kᵀ / √d_k) v, equation 1 of the paper.
+
+    Args:
+        query: ``[batch, heads, query, head_dim]``.
+        key, value: ``[batch, heads, key, head_dim]``.
+        mask: boolean, broadcastable to ``[batch, heads, query, key]``; True attends.
+        dropout: applied to the weights while training (section 5.4 applies it to sub-layer
+            outputs only; the tutorial and most code since also drop weights).
+
+    Returns:
+        ``[batch, heads, query, head_dim]``; zero where the mask allows no key.
+    """
+    if dropout is None or not dropout.active:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    weights: Tensor = dropout(attention_weights(query, key, mask))
+    return weights.to(value.dtype) @ value
+
+
+class MultiHeadAttention(nn.Module):
+    """Section 3.2.2: ``heads`` attentions side by side, each on its own projection.
+
+    Self-attention, masked self-attention and cross-attention are this one module: they differ
+    only in where keys and values come from and in the mask.
+
+    Args:
+        dim: width of the model.
+        heads: number of heads; must divide ``dim``.
+        bias: whether the four projections have biases.
+        dropout: on the attention weights while training.
+
+    Raises:
+        ValueError: ``dim`` is not a multiple of ``heads``.
+    """
+
+    def __init__(self, dim: int, heads: int, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise ValueError(f"dim must be a multiple of heads, got dim {dim} and heads {heads}")
+        self.heads = heads
+        self.query = nn.Linear(dim, dim, bias=bias)
+        self.key = nn.Linear(dim, dim, bias=bias)
+        self.value = nn.Linear(dim, dim, bias=bias)
+        self.output = nn.Linear(dim, dim, bias=bias)
+        self.dropout = Dropout(dropout)
+
+    def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """``[batch, key, dim]`` -> keys and values, each ``[batch, heads, key, head_dim]``."""
+        return self._split(self.key(context)), self._split(self.value(context))
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``[batch, query, dim]`` -> ``[batch, heads, query, head_dim]``."""
+        return self._split(self.query(x))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend from ``x`` ``[batch, query, dim]`` to keys and values; same shape as ``x``."""
+        return self.merge(attention(self.queries(x), keys, values, mask, self.dropout))
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """``[batch, heads, query, head_dim]`` -> ``[batch, query, dim]``, then the projection."""
+        merged = heads.transpose(1, 2).flatten(2)
+        projected: Tensor = self.output(merged)
+        return projected
+
+    def _split(self, x: Tensor) -> Tensor:
+        # [batch, length, dim] -> [batch, heads, length, head_dim]
+        return x.reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+# --- feed-forward, normalisation, residual ------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """Section 3.3: ``relu(x W1 + b1) W2 + b2``, applied to each position.
+
+    Args:
+        dim: width of the model.
+        hidden: width between the two linear layers.
+    """
+
+    def __init__(self, dim: int, hidden: int, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.expand = nn.Linear(dim, hidden, bias=bias)
+        self.contract = nn.Linear(hidden, dim, bias=bias)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, dim]`` -> the same shape."""
+        contracted: Tensor = self.contract(self.dropout(F.relu(self.expand(x))))
+        return contracted
+
+
+class LayerNorm(nn.LayerNorm):
+    """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last dimension."""
+
+
+class BesselLayerNorm(nn.Module):
+    """``weight * (x - mean) / (std + eps) + bias`` over the last dimension, as the tutorial has it.
+
+    Two differences from `LayerNorm`: ``std`` is Bessel-corrected (divided by dim - 1, not dim), and
+    ``eps`` is added to it, not to the variance. Computed in float32.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., dim]`` -> the same shape."""
+        wide = x.float()
+        std, mean = torch.std_mean(wide, dim=-1, correction=1, keepdim=True)
+        normed = self.weight.float() * (wide - mean) / (std + self.eps) + self.bias.float()
+        return normed.to(x.dtype)
+
+
+class Dropout(nn.Module):
+    """Zero each element with probability p while training and scale the rest by 1 / (1 - p).
+
+    The probability is rounded to 1/256: one random byte per element costs a tenth of the
+    random float that ``torch.nn.Dropout`` draws on a CPU, where it was a third of a training step.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {p}")
+        self.p = p
+        self._threshold = min(255, round(p * 256))
+
+    @property
+    def active(self) -> bool:
+        return self.training and self._threshold > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        threshold = self._threshold
+        words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64, device=x.device)
+        words.random_(-(2**63), None)  # 64 random bits each
+        random_bytes = words.view(torch.uint8)[: x.numel()].view(x.shape)
+        # 0 where byte < threshold, else 1: byte arithmetic is vectorised where comparisons are not.
+        keep = random_bytes.clamp_(threshold - 1, threshold).sub_(threshold - 1)
+        return x * keep.to(x.dtype).mul_(256.0 / (256 - threshold))
+
+
+class Residual(Protocol):
+    """How a sub-layer is wrapped: ``(x, sublayer) -> x'``, shapes unchanged."""
+
+    def __call__(self, x: Tensor, sublayer: Sublayer) -> Tensor: ...
+
+
+class PreNorm(nn.Module):
+    """``x + dropout(sublayer(norm(x)))``: trains without warm-up tricks (Xiong et al.)."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = norm
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
+        branch: Tensor = self.dropout(sublayer(self.norm(x)))
+        return x + branch
+
+
+class PostNorm(nn.Module):
+    """``norm(x + dropout(sublayer(x)))``: the paper's own arrangement."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = norm
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
+        normed: Tensor = self.norm(x + self.dropout(sublayer(x)))
+        return normed
+
+
+class NormalizedResidual(nn.Module):
+    """``h + dropout(sublayer(h))``, ``h = norm(x)``: what skips the sub-layer is normalised too.
+
+    A slip of the tutorial's code (its text has `PreNorm`) that checkpoints were trained with.
+    """
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = norm
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
+        normed: Tensor = self.norm(x)
+        branch: Tensor = self.dropout(sublayer(normed))
+        return normed + branch

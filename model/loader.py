@@ -1,0 +1,192 @@
+"""From a directory to a model that the engine can run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from model import families
+from model.checkpoint import Checkpoint, ModelError, fill
+from model.config import EngineConfig, ModelSpec
+from model.steppers import Stepper
+from model.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a family makes of a configuration, before any weight is read.
+
+    Attributes:
+        network: its parameters lie on the meta device.
+        spec: what the engine and the service must know.
+        names: parameter name -> tensor name in the checkpoint.
+        ignored: tensors that may be in the checkpoint and are not needed, with their shapes.
+        stepper: makes what the engine steps.
+    """
+
+    network: nn.Module
+    spec: ModelSpec
+    names: Mapping[str, str]
+    stepper: Callable[[EngineConfig], Stepper]
+    ignored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Family(Protocol):
+    """What a module in `model/families/` offers."""
+
+    MODEL_TYPES: tuple[str, ...]
+
+    def blueprint(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
+        """Compose the network of a `config.json`, strictly.
+
+        Raises:
+            ModelError: a key is missing, unknown or out of range.
+        """
+        ...
+
+    def tokenizers(self, directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
+        """The source's and the target's tokenizer, where the directory has them."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        directory: where it came from.
+        spec: what the engine and the service must know.
+        network: the weights.
+        source_tokenizer, target_tokenizer: None where the directory has none.
+        parameters: their number, each counted once.
+        dtype, device: of the weights.
+        stepper: makes what the engine steps.
+    """
+
+    directory: Path
+    spec: ModelSpec
+    network: nn.Module
+    source_tokenizer: Tokenizer | None
+    target_tokenizer: Tokenizer | None
+    parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    stepper: Callable[[EngineConfig], Stepper]
+
+
+def load_model(directory: Path, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+    """Load a directory of `config.json`, weights and (where it has them) tokenizers.
+
+    Args:
+        device: "auto" takes CUDA when there is one.
+        dtype: of the weights, a key of `DTYPES`.
+
+    Raises:
+        ModelError: the directory cannot be served; the message says why.
+    """
+    config = read_config(directory)
+    family = find_family(directory, config)
+    target_device = choose_device(device)
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    checkpoint = Checkpoint.open(directory)
+    try:
+        plan = family.blueprint(config, checkpoint.shapes)
+    except ValueError as error:  # a ModelError, or what a layer says of its sizes
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+    fill(plan.network, checkpoint, plan.names, plan.ignored, target_device, DTYPES[dtype])
+    plan.network.to(target_device)  # buffers
+    plan.network.eval()
+    try:
+        source, target = family.tokenizers(directory)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    _check_vocabulary(directory, "source", source, plan.spec.src_vocab_size)
+    _check_vocabulary(directory, "target", target, plan.spec.tgt_vocab_size)
+    return LoadedModel(
+        directory=directory,
+        spec=plan.spec,
+        network=plan.network,
+        source_tokenizer=source,
+        target_tokenizer=target,
+        parameters=sum(parameter.numel() for parameter in plan.network.parameters()),
+        dtype=DTYPES[dtype],
+        device=target_device,
+        stepper=plan.stepper,
+    )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` as a dictionary.
+
+    Raises:
+        ModelError: no such directory or file, or not a JSON object.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{directory}: no config.json in it")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
+
+
+def find_family(directory: Path, config: Mapping[str, Any]) -> Family:
+    """The module in `model/families/` that serves the config's `model_type`."""
+    wanted = config.get("model_type")
+    known: list[str] = []
+    for info in pkgutil.iter_modules(families.__path__):
+        family: Any = importlib.import_module(f"{families.__name__}.{info.name}")
+        if wanted in family.MODEL_TYPES:
+            found: Family = family
+            return found
+        known.extend(family.MODEL_TYPES)
+    raise ModelError(
+        f"{directory / 'config.json'}: model_type must be one of {', '.join(sorted(known))}, "
+        f"got {wanted!r}"
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """A device by name.
+
+    Raises:
+        ModelError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device must be auto, cpu or cuda, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device must be auto, cpu or cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name!r} was asked for, but no CUDA device is available")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device {name!r} was asked for, but there are {torch.cuda.device_count()}"
+        )
+    return device
+
+
+def _check_vocabulary(directory: Path, side: str, tokenizer: Tokenizer | None, size: int) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > size:
+        raise ModelError(
+            f"{directory}: the {side} tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
+        )

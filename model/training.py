@@ -1,0 +1,516 @@
+"""Train a Transformer of the project's own family on a file of pairs.
+
+Everything that decides the result is in `TrainingConfig` and the seed: data order is a function of
+(seed, epoch), and a checkpoint holds the rest (weights, averages, optimizer, random state), so that
+a resumed run goes on exactly as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.config import EngineConfig
+from model.engine import Engine
+from model.families.seqserve import MODEL_TYPES, TransformerConfig, build
+from model.loader import LoadedModel, load_model
+from model.sequence import Decoding, FailureEvent
+from model.sequence import Sequence as Row
+from model.steppers import pad_rows
+from model.tokenizer import Granularity, build_tokenizer
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How to train. Lengths and batches are counted in tokens.
+
+    Attributes:
+        source_tokens, target_tokens: what a token is on each side.
+        fold_source: lower-case sources and strip their accents.
+        vocab_size: bound for learned (SentencePiece) vocabularies.
+        dev_size: distinct sources held out for evaluation.
+        epochs: passes over the data.
+        batch_tokens: rows x longest side of a batch, at most.
+        learning_rate: the peak, reached after `warmup_steps`, then down a cosine to 0.
+        label_smoothing: mass spread over the vocabulary.
+        weight_decay: decoupled (AdamW), on matrices only.
+        clip_norm: bound on the gradient's norm.
+        average_decay: decay of the exponential moving average of the weights, which is shipped.
+        bfloat16: run matrix products in bfloat16; weights, sums and the optimizer stay float32.
+        evaluate_every: epochs between dev evaluations.
+        checkpoint_every: steps between checkpoints.
+        seed: of the split, the initial weights, the data order and dropout.
+    """
+
+    source_tokens: Granularity = "char"
+    target_tokens: Granularity = "whitespace"
+    fold_source: bool = False
+    vocab_size: int = 8000
+    dev_size: int = 1000
+    epochs: int = 20
+    batch_tokens: int = 2000
+    learning_rate: float = 1e-3
+    warmup_steps: int = 1000
+    label_smoothing: float = 0.1
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    average_decay: float = 0.9995
+    bfloat16: bool = False
+    evaluate_every: int = 1
+    checkpoint_every: int = 500
+    seed: int = 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands; handed to the caller after every step.
+
+    Attributes:
+        step, steps: done and planned.
+        epoch: the running one, from 0.
+        loss: of the last batch, nats per token with label smoothing.
+        pairs_per_second: since this process started.
+        evaluation: of the dev set, right after one.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    pairs_per_second: float
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy decoding of the dev sources with the averaged weights.
+
+    Attributes:
+        epoch: after how many epochs.
+        sources: number of sources.
+        error_rate: share of sources whose output equals none of their references.
+        token_error_rate: edit distance to the nearest reference over reference length, in tokens.
+    """
+
+    epoch: int
+    sources: int
+    error_rate: float
+    token_error_rate: float
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Lines of `source <tab> target`.
+
+    Raises:
+        ValueError: a line has no tab, or an empty side.
+    """
+    pairs = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            source, tab, target = line.rstrip("\r\n").partition("\t")
+            if not tab or not source.strip() or not target.strip():
+                raise ValueError(
+                    f"{path}:{number}: expected 'source<TAB>target', got {line[:80]!r}"
+                )
+            pairs.append((source, target))
+    if not pairs:
+        raise ValueError(f"{path}: no pairs")
+    return pairs
+
+
+def split_by_source(
+    pairs: Sequence[Pair], dev_size: int, seed: int
+) -> tuple[list[Pair], list[Pair]]:
+    """Hold `dev_size` random distinct sources out, with all their targets -> (train, dev)."""
+    sources = sorted({source for source, _ in pairs})
+    if dev_size >= len(sources):
+        raise ValueError(
+            f"dev_size must be under the {len(sources)} distinct sources, got {dev_size}"
+        )
+    held_out = set(random.Random(seed).sample(sources, dev_size))
+    train = [pair for pair in pairs if pair[0] not in held_out]
+    return train, [pair for pair in pairs if pair[0] in held_out]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded ids.
+
+    Attributes:
+        src: ``[rows, src]``.
+        src_lengths: ``[rows]``.
+        tgt: ``[rows, tgt]`` what the decoder is fed.
+        targets: ``[rows, tgt]`` what it shall predict.
+    """
+
+    src: Tensor
+    src_lengths: Tensor
+    tgt: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+Example = tuple[list[int], list[int]]
+"""Source ids and target ids, `</s>` last on both sides."""
+
+
+def plan_epoch(examples: Sequence[Example], batch_tokens: int, seed: int) -> list[list[int]]:
+    """Every example once, in batches of like length.
+
+    Which examples of equal lengths meet, and the order of the batches, follow from `seed`; the
+    number of batches does not depend on it.
+
+    Args:
+        batch_tokens: rows x longest side of a batch, at most.
+
+    Returns:
+        indices of examples per batch.
+    """
+    rng = random.Random(seed)
+    keyed = sorted((len(src), len(tgt), rng.random(), i) for i, (src, tgt) in enumerate(examples))
+    groups: list[list[int]] = [[]]
+    longest = 0
+    for src_length, tgt_length, _, i in keyed:
+        longest = max(longest, src_length, tgt_length)
+        if groups[-1] and (len(groups[-1]) + 1) * longest > batch_tokens:
+            groups.append([])
+            longest = max(src_length, tgt_length)
+        groups[-1].append(i)
+    rng.shuffle(groups)
+    return groups
+
+
+def collate(examples: Sequence[Example], shape: TransformerConfig) -> Batch:
+    """Pad a batch; the decoder is fed the target behind the decoder start."""
+    cpu = torch.device("cpu")
+    return Batch(
+        src=pad_rows([src for src, _ in examples], shape.pad_id, cpu),
+        src_lengths=torch.tensor([len(src) for src, _ in examples]),
+        tgt=pad_rows([[shape.bos_id, *tgt[:-1]] for _, tgt in examples], shape.pad_id, cpu),
+        targets=pad_rows([tgt for _, tgt in examples], shape.pad_id, cpu),
+    )
+
+
+# --- learning ----------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
+    """Linear warm-up, then half a cosine down to 0 at `steps`."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW with the paper's betas; decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-9, fused=True
+    )
+
+
+class WeightAverage:
+    """Exponential moving average of a model's weights, with a short memory at first."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        current = [p.detach() for _, p in model.named_parameters()]
+        torch._foreach_lerp_(list(self.weights.values()), current, 1.0 - decay)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take another average's weights over, in place."""
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
+
+
+class Trainer:
+    """One run, from pairs to a directory that `seqserve serve` takes.
+
+    Args:
+        pairs: all pairs; the dev set is split off here.
+        out: directory of the result; the checkpoint lies there too.
+        shape: sizes of the model, fields of `TransformerConfig`; vocabularies, and maximum lengths
+            where not given, come from the data.
+        config: how to train.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        out: Path,
+        shape: Mapping[str, Any],
+        config: TrainingConfig,
+        device: str = "cpu",
+    ) -> None:
+        self.config = config
+        self.out = out
+        self.device = torch.device(device)
+        train, self.dev = split_by_source(pairs, config.dev_size, config.seed)
+        self.source = build_tokenizer(
+            [s for s, _ in train], config.source_tokens, config.fold_source, config.vocab_size
+        )
+        self.target = build_tokenizer(
+            [t for _, t in train], config.target_tokens, vocab_size=config.vocab_size
+        )
+        self.examples = list(
+            zip(
+                self.source.encode([s for s, _ in train]),
+                self.target.encode([t for _, t in train]),
+                strict=True,
+            )
+        )
+        lengths = {
+            "max_src": max(len(src) for src, _ in self.examples),
+            "max_tgt": max(len(tgt) for _, tgt in self.examples) + 1,
+        }
+        self.shape = TransformerConfig(
+            self.source.vocab_size, self.target.vocab_size, **{**lengths, **shape}
+        )
+        torch.manual_seed(config.seed)
+        self.model = build(self.shape).to(self.device)
+        self.optimizer = make_optimizer(self.model, config)
+        self.average = WeightAverage(self.model, config.average_decay)
+        self.step = 0
+        self.evaluations: list[Evaluation] = []
+        out.mkdir(parents=True, exist_ok=True)
+
+    def run(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+        """Train to the last epoch, evaluating, checkpointing and exporting on the way."""
+        started, first = time.monotonic(), self.step
+        per_epoch = len(self._plan(0))
+        steps = per_epoch * self.config.epochs
+        pairs_seen, loss = 0, math.nan
+
+        def report(epoch: int, evaluation: Evaluation | None = None) -> None:
+            speed = pairs_seen / (time.monotonic() - started) if self.step > first else 0.0
+            on_progress(Progress(self.step, steps, epoch, loss, speed, evaluation))
+
+        while True:
+            epoch, done = divmod(self.step, per_epoch)
+            if done == 0 and self._evaluation_is_due(epoch):
+                report(epoch, self._evaluate(epoch))
+            if self.step >= steps:
+                return
+            for group in self._plan(epoch)[done:]:
+                loss = self._learn(collate([self.examples[i] for i in group], self.shape), steps)
+                pairs_seen += len(group)
+                report(epoch)
+                if self.step % self.config.checkpoint_every == 0:
+                    self.save_checkpoint()
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        seed = self.config.seed * 1_000_003 + epoch
+        return plan_epoch(self.examples, self.config.batch_tokens, seed)
+
+    def _learn(self, batch: Batch, steps: int) -> float:
+        self.model.train()
+        batch = batch.to(self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, steps, self.config)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            _, loss = self.model(
+                batch.src,
+                batch.tgt,
+                batch.targets,
+                src_lengths=batch.src_lengths,
+                label_smoothing=self.config.label_smoothing,
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.average.update(self.model, self.step)
+        self.step += 1
+        return float(loss.detach())
+
+    def _evaluation_is_due(self, epoch: int) -> bool:
+        if epoch == 0 or any(evaluation.epoch == epoch for evaluation in self.evaluations):
+            return False
+        return epoch % self.config.evaluate_every == 0 or epoch == self.config.epochs
+
+    def _evaluate(self, epoch: int) -> Evaluation:
+        """Decode the dev set with what is exported, as a server would."""
+        self.export()
+        units = list if self.config.target_tokens == "char" else str.split
+        evaluation = evaluate(load_model(self.out, str(self.device)), self.dev, epoch, units)
+        self.evaluations.append(evaluation)
+        self.export()
+        self.save_checkpoint()
+        return evaluation
+
+    # --- files -------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Everything needed to go on exactly."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.weights,
+            "step": self.step,
+            "random": random_state(self.device),
+            "evaluations": [asdict(e) for e in self.evaluations],
+            "config": asdict(self.config),
+            "shape": asdict(self.shape),
+        }
+        with replacing(self.out / "checkpoint.pt") as partial:
+            torch.save(state, partial)
+
+    def resume(self) -> bool:
+        """Take the directory's checkpoint up; False if there is none.
+
+        Raises:
+            ValueError: it was made with other settings or data.
+        """
+        path = self.out / "checkpoint.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for then, now in (
+            (state["config"], asdict(self.config)),
+            (state["shape"], asdict(self.shape)),
+        ):
+            changed = [f"{k} was {then.get(k)}, is {v}" for k, v in now.items() if then.get(k) != v]
+            if changed:
+                raise ValueError(f"{path} was made with other settings: {'; '.join(changed)}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.average.load(state["average"])
+        self.step = state["step"]
+        self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
+        set_random_state(self.device, state["random"])
+        return True
+
+    def export(self) -> None:
+        """Write the averaged model as a directory that can be served."""
+        tensors = {name: t.cpu().contiguous() for name, t in self.average.weights.items()}
+        with replacing(self.out / "model.safetensors") as partial:
+            save_file(tensors, partial)
+            partial.chmod(0o644)  # the library writes for its owner only
+        write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(self.shape)})
+        self.source.save(self.out / f"source_tokenizer{self.source.suffix}")
+        self.target.save(self.out / f"target_tokenizer{self.target.suffix}")
+        report = {
+            "training": asdict(self.config),
+            "steps": self.step,
+            "train_pairs": len(self.examples),
+            "evaluations": [asdict(e) for e in self.evaluations],
+        }
+        write_json(self.out / "training.json", report)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to; moved over `path` only when all is written."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    os.replace(partial, path)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of the generators that dropout draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: LoadedModel,
+    pairs: Sequence[Pair],
+    epoch: int = 0,
+    units: Callable[[str], list[str]] = str.split,
+) -> Evaluation:
+    """Greedy error rates over pairs; a source is right if the output equals any of its targets.
+
+    Args:
+        model: with tokenizers on both sides.
+        pairs: a source may occur several times, each time with another target.
+        units: what a text's tokens are, for the token error rate.
+    """
+    references: dict[str, list[list[str]]] = {}
+    for source, target in pairs:
+        references.setdefault(source, []).append(units(target))
+    outputs = translate(model, list(references))
+    wrong = edits = length = 0
+    for output, accepted in zip(outputs, references.values(), strict=True):
+        found = units(output)
+        distance, size = min((edit_distance(found, r), len(r)) for r in accepted)
+        wrong += distance > 0
+        edits += distance
+        length += size
+    sources = len(references)
+    return Evaluation(epoch, sources, wrong / max(1, sources), edits / max(1, length))
+
+
+def translate(model: LoadedModel, texts: Sequence[str]) -> list[str]:
+    """Greedy outputs, through the engine that serves; a source over the model's length is cut."""
+    assert model.source_tokenizer is not None
+    assert model.target_tokenizer is not None
+    spec = model.spec
+    decoding = Decoding(max_new_tokens=spec.default_max_new_tokens)
+    rows = [
+        Row(ids[: spec.max_src], list(spec.decoder_start_ids), decoding)
+        for ids in model.source_tokenizer.encode(texts)
+    ]
+    engine = Engine(model, EngineConfig(max_rows=256))
+    for row in rows:
+        engine.submit(row)
+    for event in engine.run():
+        if isinstance(event, FailureEvent):
+            raise event.error
+    return [model.target_tokenizer.decode(row.tokens) for row in rows]
+
+
+def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
+    """Levenshtein distance."""
+    previous = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        current = [i]
+        for j, y in enumerate(b, start=1):
+            current.append(min(previous[j] + 1, current[-1] + 1, previous[j - 1] + (x != y)))
+        previous = current
+    return previous[-1]

@@ -1,0 +1,308 @@
+"""The Transformer encoder-decoder of "Attention Is All You Need" (Vaswani et al., 2017).
+
+A model is composed, not configured: an `Encoder` and a `Decoder` receive an embedding, a list of
+layers and a final norm; a layer receives its attention, its feed-forward and the way residuals are
+taken. `model/families/` holds one such composition per family of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.layers import (
+    Embedding,
+    FeedForward,
+    MultiHeadAttention,
+    Residual,
+    causal_mask,
+    padding_mask,
+)
+
+
+class CrossKeysValues(Protocol):
+    """What one decoder layer attends to on the source side."""
+
+    def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        """``[rows, query, dim]`` -> the same shape, through the layer's cross-attention."""
+        ...
+
+
+class SelfKeysValues(Protocol):
+    """What one decoder layer has seen of the target side."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in the new positions' keys and values; return all that may be attended to."""
+        ...
+
+
+class MemoryKeysValues:
+    """Cross-attention over an encoder output, one source per row.
+
+    Args:
+        keys, values: ``[batch, heads, src, head_dim]``.
+        mask: ``[batch, 1, 1, src]``, or None where no source is padded.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        self.keys = keys
+        self.values = values
+        self.mask = mask
+
+    def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        attended: Tensor = attention(x, self.keys, self.values, self.mask)
+        return attended
+
+
+class NoPast:
+    """Self-attention of a full pass: the new positions are all there is."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward, each inside its residual.
+
+    Args:
+        attention: the self-attention.
+        feed_forward: position-wise network.
+        residuals: one wrapper per sub-layer, in order.
+    """
+
+    def __init__(
+        self,
+        attention: MultiHeadAttention,
+        feed_forward: FeedForward,
+        residuals: Sequence[Residual],
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.residuals = nn.ModuleList(residuals)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """``x`` ``[batch, src, dim]``, ``mask`` ``[batch, 1, 1, src]`` -> ``[batch, src, dim]``."""
+        around_attention, around_feed_forward = self.residuals
+        x = around_attention(x, lambda h: self.attention(h, *self.attention.keys_values(h), mask))
+        x = around_feed_forward(x, self.feed_forward)
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Masked self-attention, cross-attention, feed-forward, each inside its residual.
+
+    Args:
+        self_attention: over the target so far.
+        cross_attention: over the encoder's output.
+        feed_forward: position-wise network.
+        residuals: one wrapper per sub-layer, in order.
+    """
+
+    def __init__(
+        self,
+        self_attention: MultiHeadAttention,
+        cross_attention: MultiHeadAttention,
+        feed_forward: FeedForward,
+        residuals: Sequence[Residual],
+    ) -> None:
+        super().__init__()
+        self.self_attention = self_attention
+        self.cross_attention = cross_attention
+        self.feed_forward = feed_forward
+        self.residuals = nn.ModuleList(residuals)  # type: ignore[arg-type]
+
+    def forward(
+        self, x: Tensor, past: SelfKeysValues, source: CrossKeysValues, mask: Tensor | None
+    ) -> Tensor:
+        """``x`` ``[rows, tgt, dim]``, ``mask`` ``[rows | 1, 1, tgt, key]`` -> shape of ``x``."""
+
+        def attend_to_target(h: Tensor) -> Tensor:
+            keys, values = past.extend(*self.self_attention.keys_values(h))
+            attended: Tensor = self.self_attention(h, keys, values, mask)
+            return attended
+
+        around_self, around_cross, around_feed_forward = self.residuals
+        x = around_self(x, attend_to_target)
+        x = around_cross(x, lambda h: source.attend(self.cross_attention, h))
+        x = around_feed_forward(x, self.feed_forward)
+        return x
+
+
+class Encoder(nn.Module):
+    """Embedding, a stack of layers, a final norm."""
+
+    def __init__(
+        self, embedding: Embedding, layers: Sequence[EncoderLayer], norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+    def forward(self, src: Tensor, mask: Tensor | None) -> Tensor:
+        """``src`` ``[batch, src]`` ids -> memory ``[batch, src, dim]``."""
+        x = self.embedding(src)
+        for layer in self.layers:
+            x = layer(x, mask)
+        memory: Tensor = self.norm(x)
+        return memory
+
+
+class Decoder(nn.Module):
+    """Embedding, a stack of layers, a final norm."""
+
+    layers: Sequence[DecoderLayer]  # an nn.ModuleList, which cannot say of what
+
+    def __init__(
+        self, embedding: Embedding, layers: Sequence[DecoderLayer], norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
+        self.norm = norm
+
+    def forward(
+        self,
+        tgt: Tensor,
+        past: Sequence[SelfKeysValues],
+        source: Sequence[CrossKeysValues],
+        mask: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Run ``tgt`` ``[rows, tgt]`` on top of ``past``, attending to ``source``.
+
+        Args:
+            past, source: one per layer.
+            mask: ``[rows | 1, 1, tgt, key]``, over the keys that ``past`` returns.
+            positions: ``[rows, tgt]``; default 0, 1, ...
+
+        Returns:
+            hidden states ``[rows, tgt, dim]``.
+        """
+        x = self.embedding(tgt, positions)
+        for layer, own_past, own_source in zip(self.layers, past, source, strict=True):
+            x = layer(x, own_past, own_source, mask)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def cross_keys_values(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values of ``memory``: made once per source, used at every step."""
+        return [layer.cross_attention.keys_values(memory) for layer in self.layers]
+
+
+class Transformer(nn.Module):
+    """Encoder, decoder and output layer.
+
+    Args:
+        encoder, decoder: the two stacks.
+        output: maps hidden states to logits, ``[..., dim] -> [..., vocab]``.
+        pad_id: the id that fills short rows of targets up; never counted in the loss.
+    """
+
+    def __init__(self, encoder: Encoder, decoder: Decoder, output: nn.Module, pad_id: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.output = output
+        self.pad_id = pad_id
+
+    def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
+        """``src`` ``[batch, src]`` ids, right-padded -> memory ``[batch, src, dim]``."""
+        memory: Tensor = self.encoder(src, src_mask)
+        return memory
+
+    def decode(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        src_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Teacher-forced pass over whole targets.
+
+        Right-padded targets need no mask of their own: a causal row never sees what follows it.
+
+        Args:
+            tgt: ``[batch, tgt]`` ids, decoder start first.
+            memory: ``[batch, src, dim]``.
+            src_mask: ``[batch, 1, 1, src]``.
+
+        Returns:
+            hidden states ``[batch, tgt, dim]``.
+        """
+        source = [
+            MemoryKeysValues(keys, values, src_mask)
+            for keys, values in self.decoder.cross_keys_values(memory)
+        ]
+        past = [NoPast()] * len(source)
+        hidden: Tensor = self.decoder(tgt, past, source, causal_mask(tgt.shape[1], tgt.device))
+        return hidden
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        targets: Tensor | None = None,
+        *,
+        src_lengths: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of every target position, and the loss where targets are given.
+
+        Args:
+            src: ``[batch, src]`` ids, right-padded.
+            tgt: ``[batch, tgt]`` decoder inputs, decoder start first, right-padded.
+            targets: ``[batch, tgt]`` the ids to predict, ``pad_id`` where there is none.
+            src_lengths: ``[batch]``; default: sources end before their trailing ``pad_id``.
+            label_smoothing: mass spread over the vocabulary (section 5.4 of the paper).
+
+        Returns:
+            logits ``[batch, tgt, vocab]`` and the mean cross-entropy in nats, or None.
+        """
+        if src_lengths is None:
+            src_lengths = lengths_before_padding(src, self.pad_id)
+        src_mask = padding_mask(src_lengths, src.shape[1])
+        hidden = self.decode(tgt, self.encode(src, src_mask), src_mask)
+        logits: Tensor = self.output(hidden)
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=self.pad_id,
+            label_smoothing=label_smoothing,
+        )
+        return logits, loss
+
+    def parameter_count(self, embeddings: bool = True) -> int:
+        """Number of parameters, each counted once however often it is tied.
+
+        Args:
+            embeddings: False leaves token tables (and an output layer tied to one) out.
+        """
+        parameters = {id(p): p.numel() for p in self.parameters()}
+        if not embeddings:
+            for module in self.modules():
+                if isinstance(module, nn.Embedding):
+                    parameters.pop(id(module.weight), None)
+        return sum(parameters.values())
+
+
+def lengths_before_padding(ids: Tensor, pad_id: int) -> Tensor:
+    """``[batch, length]`` right-padded ids -> ``[batch]`` lengths without trailing padding."""
+    real = ids != pad_id
+    positions = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    return (real * positions).amax(dim=1)
+
+
+def initialise(model: nn.Module, std: float = 0.02) -> None:
+    """Normal(0, std) for every matrix, zero for biases, one and zero for norms (left as built)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

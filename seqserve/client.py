@@ -1,0 +1,560 @@
+"""Talk to a seqserve server: `Client`, and `AsyncClient` with the same methods to await.
+
+>>> client = Client("http://127.0.0.1:8000")  # doctest: +SKIP
+>>> client.generate("hello").generated_text  # doctest: +SKIP
+'HH AH L OW'
+
+An input is a text or a list of token ids; a list of inputs gives a list of answers. What a call
+sends and how its answer is read is a `Call`; the clients only carry calls.
+
+Errors are those of `seqserve.errors`, with `status`, `param` and `request_id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, overload
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from seqserve.errors import ERRORS, NoConnectionError, SeqserveError
+from seqserve.parameters import GenerationParameters
+from seqserve.schemas import (
+    DetokenizeResponse,
+    ErrorResponse,
+    GenerateResponse,
+    InfoResponse,
+    LogitsResponse,
+    NextResponse,
+    TokenizeResponse,
+)
+
+One = str | list[int]
+Many = list[str] | list[list[int]]
+Parameters = GenerationParameters | Mapping[str, Any]
+
+T = TypeVar("T")
+
+RETRIED = (429, 503)
+DEFAULT_WAIT = 1.0
+"""Seconds before another try, where the server does not say how long."""
+
+LONGEST_WAIT = 30.0
+"""Seconds; a server that asks for a longer pause gets this one."""
+
+
+class Options(TypedDict, total=False):
+    """What any call that runs a model may say.
+
+    Attributes:
+        model: its name; left out, the client's, else the server's first.
+        timeout: seconds after which the server gives up.
+    """
+
+    model: str | None
+    timeout: float | None
+
+
+class NextOptions(Options, total=False):
+    """Attributes: top_k: how many tokens."""
+
+    top_k: int
+
+
+class LogitsOptions(NextOptions, total=False):
+    """Attributes: positions: behind the last target token, or behind every one."""
+
+    positions: Literal["last", "all"]
+
+
+class TextOptions(TypedDict, total=False):
+    """Attributes: side: whose vocabulary, the encoder's or the decoder's."""
+
+    model: str | None
+    side: Literal["source", "target"]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Teacher-forced logits of one target; a row belongs to the token after its position.
+
+    numpy arrays (`torch.from_numpy(result.logits.copy())`), or lists where numpy is not installed.
+
+    Attributes:
+        target_ids: what the decoder was fed, decoder start included.
+        logits: `[vocabulary]` for `last`, `[position, vocabulary]` for `all`; None with top_k.
+        ids, values: with top_k, the largest logits in falling order, shaped likewise.
+    """
+
+    target_ids: list[int]
+    logits: Any = None
+    ids: Any = None
+    values: Any = None
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """A request, and how its answer is read."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None
+    parse: Callable[[httpx.Response], T]
+
+    def body_for(self, model: str | None) -> dict[str, Any] | None:
+        """The body, asking for a model where it names none."""
+        return self.body if self.body is None or model is None else {"model": model, **self.body}
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+def generate_call(
+    inputs: One | Many, parameters: Parameters | Sequence[Parameters] | None, options: Options
+) -> Call[Any]:
+    """POST /generate."""
+    body = {**_inputs(inputs), **_set(options)}
+    if isinstance(parameters, Sequence):
+        body["parameters"] = [_plain(p) for p in parameters]
+    elif parameters is not None:
+        body["parameters"] = _plain(parameters)
+    return Call("POST", "/generate", body, _parser(GenerateResponse, inputs))
+
+
+def logits_call(
+    inputs: One | Many, targets: One | Many | None, options: LogitsOptions
+) -> Call[Any]:
+    """POST /logits, as safetensors where numpy can hold them."""
+    binary = importlib.util.find_spec("numpy") is not None
+    body = {**_inputs(inputs), **_set(options), "format": "safetensors" if binary else "json"}
+    if targets is not None:
+        body |= _inputs(targets, "targets", "target_ids")
+    many = _is_many(inputs) or (targets is not None and _is_many(targets))
+    last = options.get("positions", "last") == "last"
+
+    def parse(response: httpx.Response) -> Logits | list[Logits]:
+        results = (
+            read_logits(response.content, last) if binary else _logits_from_json(response.content)
+        )
+        return results if many else results[0]
+
+    return Call("POST", "/logits", body, parse)
+
+
+def next_call(inputs: One | Many, prefix: One | None, options: NextOptions) -> Call[Any]:
+    """POST /next."""
+    body = {**_inputs(inputs), **_set(options)}
+    if prefix is not None:
+        body |= _inputs(prefix, "target_prefix", "target_prefix_ids")
+    return Call("POST", "/next", body, _parser(NextResponse, inputs))
+
+
+def tokenize_call(texts: str | list[str], options: TextOptions) -> Call[Any]:
+    """POST /tokenize."""
+    body = {"inputs": texts, **_set(options)}
+    return Call("POST", "/tokenize", body, _parser(TokenizeResponse, texts))
+
+
+def detokenize_call(ids: list[int] | list[list[int]], options: TextOptions) -> Call[Any]:
+    """POST /detokenize."""
+    body = {"input_ids": ids, **_set(options)}
+    return Call("POST", "/detokenize", body, _parser(DetokenizeResponse, ids))
+
+
+def info_call() -> Call[InfoResponse]:
+    """GET /info."""
+    return Call("GET", "/info", None, lambda r: InfoResponse.model_validate_json(r.content))
+
+
+def ready_call() -> Call[bool]:
+    """GET /ready."""
+    return Call("GET", "/ready", None, lambda response: response.is_success)
+
+
+def _inputs(value: One | Many, text: str = "inputs", ids: str = "input_ids") -> dict[str, Any]:
+    is_text = isinstance(value, str) or (bool(value) and isinstance(value[0], str))
+    return {text if is_text else ids: value}
+
+
+def _is_many(value: One | Many) -> bool:
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+
+
+def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _plain(parameters: Parameters) -> dict[str, Any]:
+    if isinstance(parameters, GenerationParameters):
+        return parameters.model_dump(exclude_unset=True)
+    return dict(parameters)
+
+
+# --- parsing -------------------------------------------------------------------------------------
+
+
+def _parser(answer: type[T], inputs: One | Many) -> Callable[[httpx.Response], Any]:
+    kind: Any = list[answer] if _is_many(inputs) else answer  # type: ignore[valid-type]
+    return lambda response: TypeAdapter(kind).validate_json(response.content)
+
+
+def error_of(response: httpx.Response) -> SeqserveError:
+    """A failed answer as an exception, also where a proxy answered instead of the server."""
+    try:
+        envelope = ErrorResponse.model_validate_json(response.content)
+    except ValidationError:
+        envelope = ErrorResponse(
+            error=f"status {response.status_code}: {response.text[:200]}",
+            error_type="internal",
+            param=None,
+            request_id=response.headers.get("x-request-id"),
+        )
+    return ERRORS.get(envelope.error_type, SeqserveError)(
+        envelope.error,
+        envelope.param,
+        status=response.status_code,
+        request_id=envelope.request_id,
+        retry_after=_seconds(response.headers.get("retry-after")),
+    )
+
+
+def read_logits(file: bytes, last: bool) -> list[Logits]:
+    """A safetensors answer of /logits, padding taken off."""
+    tensors = read_safetensors(file)
+    results = []
+    for i, length in enumerate(tensors["target_lengths"].tolist()):
+        rows: Any = 0 if last else slice(0, length)
+        arrays = {name: tensors[name][i, rows] for name in tensors.keys() & _WIDE}
+        results.append(Logits(tensors["target_ids"][i, :length].tolist(), **arrays))
+    return results
+
+
+_WIDE = frozenset({"logits", "ids", "values"})
+
+
+def read_safetensors(file: bytes) -> dict[str, Any]:
+    """Arrays of a safetensors file: a length, a JSON header, the data."""
+    import numpy as np
+
+    start = 8 + int.from_bytes(file[:8], "little")
+    header: dict[str, Any] = json.loads(file[8:start])
+    header.pop("__metadata__", None)
+    kinds = {"F32": np.float32, "I64": np.int64}
+    return {
+        name: np.frombuffer(
+            file,
+            kinds[entry["dtype"]],
+            count=math.prod(entry["shape"]),
+            offset=start + entry["data_offsets"][0],
+        ).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def _logits_from_json(file: bytes) -> list[Logits]:
+    """A JSON answer of /logits: lists, null where a number is not finite."""
+    answer = TypeAdapter[Any](LogitsResponse | list[LogitsResponse]).validate_json(file)
+    answers = answer if isinstance(answer, list) else [answer]
+    return [Logits(a.target_ids, a.logits, a.ids, a.values) for a in answers]
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:  # a date, which this server does not send
+        return None
+
+
+def _no_connection(error: httpx.HTTPError) -> NoConnectionError:
+    return NoConnectionError(str(error) or type(error).__name__)
+
+
+def _still_worth_it(response: httpx.Response, tries_left: int) -> int:
+    """One try less; or the error, where another try is of no use or none is left."""
+    if response.status_code in RETRIED and tries_left:
+        return tries_left - 1
+    raise error_of(response)
+
+
+def _pause(response: httpx.Response) -> float:
+    wait = _seconds(response.headers.get("retry-after"))
+    return min(DEFAULT_WAIT if wait is None else wait, LONGEST_WAIT)
+
+
+# --- clients -------------------------------------------------------------------------------------
+
+
+class Client:
+    """A connection to a server. Use it as a context manager, or call `close`.
+
+    Args:
+        base_url: of the server.
+        model: name of the model to ask where a call names none.
+        timeout: seconds to wait for an answer.
+        retries: how often a call is repeated when the server is full or not ready (429, 503).
+        http: what sends the requests; None makes one.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        model: str | None = None,
+        timeout: float = 60.0,
+        retries: int = 2,
+        http: httpx.Client | None = None,
+    ) -> None:
+        self.model = model
+        self.retries = retries
+        self._http = http or httpx.Client(base_url=base_url, timeout=timeout)
+
+    @overload
+    def generate(
+        self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
+    ) -> GenerateResponse: ...
+    @overload
+    def generate(
+        self,
+        inputs: Many,
+        parameters: Parameters | Sequence[Parameters] | None = None,
+        **options: Unpack[Options],
+    ) -> list[GenerateResponse]: ...
+    def generate(self, inputs: Any, parameters: Any = None, **options: Unpack[Options]) -> Any:
+        """Continue each input; `parameters` for all of them, or a list with one for each."""
+        return self.send(generate_call(inputs, parameters, options))
+
+    @overload
+    def logits(
+        self, inputs: One, targets: One | None = None, **options: Unpack[LogitsOptions]
+    ) -> Logits: ...
+    @overload
+    def logits(
+        self, inputs: One, targets: Many, **options: Unpack[LogitsOptions]
+    ) -> list[Logits]: ...
+    @overload
+    def logits(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[LogitsOptions]
+    ) -> list[Logits]: ...
+    def logits(self, inputs: Any, targets: Any = None, **options: Unpack[LogitsOptions]) -> Any:
+        """Teacher-forced logits; targets pair up with inputs, or are several for one input."""
+        return self.send(logits_call(inputs, targets, options))
+
+    @overload
+    def next(
+        self, inputs: One, target_prefix: One | None = None, **options: Unpack[NextOptions]
+    ) -> NextResponse: ...
+    @overload
+    def next(
+        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+    ) -> list[NextResponse]: ...
+    def next(self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]) -> Any:
+        """The likeliest next tokens, best first."""
+        return self.send(next_call(inputs, target_prefix, options))
+
+    @overload
+    def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...
+    @overload
+    def tokenize(
+        self, inputs: list[str], **options: Unpack[TextOptions]
+    ) -> list[TokenizeResponse]: ...
+    def tokenize(self, inputs: Any, **options: Unpack[TextOptions]) -> Any:
+        """Token ids of texts, and the vocabulary's names of them."""
+        return self.send(tokenize_call(inputs, options))
+
+    @overload
+    def detokenize(
+        self, input_ids: list[int], **options: Unpack[TextOptions]
+    ) -> DetokenizeResponse: ...
+    @overload
+    def detokenize(
+        self, input_ids: list[list[int]], **options: Unpack[TextOptions]
+    ) -> list[DetokenizeResponse]: ...
+    def detokenize(self, input_ids: Any, **options: Unpack[TextOptions]) -> Any:
+        """Texts of token ids."""
+        return self.send(detokenize_call(input_ids, options))
+
+    def info(self) -> InfoResponse:
+        """The server, its limits and its models."""
+        return self.send(info_call())
+
+    def ready(self) -> bool:
+        """Whether a model can answer; False also where no server can be reached."""
+        try:
+            return self.send(ready_call(), retries=0)
+        except SeqserveError:
+            return False
+
+    def send(self, call: Call[T], retries: int | None = None) -> T:
+        """Send a call; again after a pause if the server is full or not ready.
+
+        Raises:
+            SeqserveError: the server refused or failed, or could not be reached.
+        """
+        left = self.retries if retries is None else retries
+        while True:
+            try:
+                response = self._http.request(
+                    call.method, call.path, json=call.body_for(self.model)
+                )
+            except httpx.HTTPError as error:
+                raise _no_connection(error) from error
+            if response.is_success:
+                return call.parse(response)
+            left = _still_worth_it(response, left)
+            time.sleep(_pause(response))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same methods, to be awaited."""
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        model: str | None = None,
+        timeout: float = 60.0,
+        retries: int = 2,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.model = model
+        self.retries = retries
+        self._http = http or httpx.AsyncClient(base_url=base_url, timeout=timeout)
+
+    @overload
+    async def generate(
+        self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
+    ) -> GenerateResponse: ...
+    @overload
+    async def generate(
+        self,
+        inputs: Many,
+        parameters: Parameters | Sequence[Parameters] | None = None,
+        **options: Unpack[Options],
+    ) -> list[GenerateResponse]: ...
+    async def generate(
+        self, inputs: Any, parameters: Any = None, **options: Unpack[Options]
+    ) -> Any:
+        """Continue each input; `parameters` for all of them, or a list with one for each."""
+        return await self.send(generate_call(inputs, parameters, options))
+
+    @overload
+    async def logits(
+        self, inputs: One, targets: One | None = None, **options: Unpack[LogitsOptions]
+    ) -> Logits: ...
+    @overload
+    async def logits(
+        self, inputs: One, targets: Many, **options: Unpack[LogitsOptions]
+    ) -> list[Logits]: ...
+    @overload
+    async def logits(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[LogitsOptions]
+    ) -> list[Logits]: ...
+    async def logits(
+        self, inputs: Any, targets: Any = None, **options: Unpack[LogitsOptions]
+    ) -> Any:
+        """Teacher-forced logits; targets pair up with inputs, or are several for one input."""
+        return await self.send(logits_call(inputs, targets, options))
+
+    @overload
+    async def next(
+        self, inputs: One, target_prefix: One | None = None, **options: Unpack[NextOptions]
+    ) -> NextResponse: ...
+    @overload
+    async def next(
+        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+    ) -> list[NextResponse]: ...
+    async def next(
+        self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]
+    ) -> Any:
+        """The likeliest next tokens, best first."""
+        return await self.send(next_call(inputs, target_prefix, options))
+
+    @overload
+    async def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...
+    @overload
+    async def tokenize(
+        self, inputs: list[str], **options: Unpack[TextOptions]
+    ) -> list[TokenizeResponse]: ...
+    async def tokenize(self, inputs: Any, **options: Unpack[TextOptions]) -> Any:
+        """Token ids of texts, and the vocabulary's names of them."""
+        return await self.send(tokenize_call(inputs, options))
+
+    @overload
+    async def detokenize(
+        self, input_ids: list[int], **options: Unpack[TextOptions]
+    ) -> DetokenizeResponse: ...
+    @overload
+    async def detokenize(
+        self, input_ids: list[list[int]], **options: Unpack[TextOptions]
+    ) -> list[DetokenizeResponse]: ...
+    async def detokenize(self, input_ids: Any, **options: Unpack[TextOptions]) -> Any:
+        """Texts of token ids."""
+        return await self.send(detokenize_call(input_ids, options))
+
+    async def info(self) -> InfoResponse:
+        """The server, its limits and its models."""
+        return await self.send(info_call())
+
+    async def ready(self) -> bool:
+        """Whether a model can answer; False also where no server can be reached."""
+        try:
+            return await self.send(ready_call(), retries=0)
+        except SeqserveError:
+            return False
+
+    async def send(self, call: Call[T], retries: int | None = None) -> T:
+        """Send a call; again after a pause if the server is full or not ready.
+
+        Raises:
+            SeqserveError: the server refused or failed, or could not be reached.
+        """
+        left = self.retries if retries is None else retries
+        while True:
+            try:
+                response = await self._http.request(
+                    call.method, call.path, json=call.body_for(self.model)
+                )
+            except httpx.HTTPError as error:
+                raise _no_connection(error) from error
+            if response.is_success:
+                return call.parse(response)
+            left = _still_worth_it(response, left)
+            await asyncio.sleep(_pause(response))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

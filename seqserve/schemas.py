@@ -1,0 +1,442 @@
+"""Request and response bodies: the wire contract.
+
+The server validates with these classes and the OpenAPI document is made of them; the SDK builds
+requests from them and parses answers into them.
+
+One rule for shapes: one input gets one object, a list of inputs a list of objects in the same
+order. Tagged unions (`Texts`, `Ids`, ...) keep validation to the branch that was meant, so that an
+error names one place; their tags appear in error locations and are dropped from messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from seqserve.parameters import GenerationParameters
+
+ONE, MANY = "<one>", "<many>"
+"""Tags of the unions below; no field can be called so."""
+
+TIMEOUT_LIMIT = 86_400.0
+"""Seconds; nobody waits longer."""
+
+
+def _list_or_not(value: Any) -> str:
+    return MANY if isinstance(value, list) else ONE
+
+
+def _nested_or_not(value: Any) -> str:
+    return MANY if isinstance(value, list) and value and isinstance(value[0], list) else ONE
+
+
+# fail_fast: a list of a million wrong elements is refused for its first one.
+Text = Annotated[str, Tag(ONE)]
+Texts = Annotated[
+    Text | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag(MANY)],
+    Discriminator(_list_or_not),
+]
+IdList = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[
+    Annotated[list[int], Field(min_length=1, fail_fast=True), Tag(ONE)]
+    | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag(MANY)],
+    Discriminator(_nested_or_not),
+]
+Parameters = Annotated[
+    Annotated[GenerationParameters, Tag(ONE)]
+    | Annotated[list[GenerationParameters], Field(min_length=1, fail_fast=True), Tag(MANY)],
+    Discriminator(_list_or_not),
+]
+
+FinishReason = Literal["eos_token", "length"]
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+class Request(BaseModel):
+    """What every request body has in common: exact types, unknown fields refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = Field(
+        None, description="Name of the model to ask. Null: the first one that the server has."
+    )
+
+
+class _Inputs(Request):
+    inputs: Texts | None = Field(
+        None,
+        description="A text, or a list of texts. Give this or `input_ids`.",
+        examples=["hello", ["hello", "world"]],
+    )
+    input_ids: Ids | None = Field(
+        None,
+        description="Token ids, or a list of lists of them, taken exactly as given: no `</s>` is "
+        "added. `[[]]` is one empty source.",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind_of_input(self) -> Self:
+        if self.inputs is None and self.input_ids is None:
+            raise ValueError("inputs (text) or input_ids (token ids) must be given")
+        if self.inputs is not None and self.input_ids is not None:
+            raise ValueError("inputs and input_ids exclude each other")
+        return self
+
+    @property
+    def texts(self) -> list[str] | None:
+        """The inputs as a list, if they are texts."""
+        return as_list(self.inputs) if self.inputs is not None else None
+
+    @property
+    def id_lists(self) -> list[list[int]]:
+        """The inputs as a list, if they are ids."""
+        return as_lists(self.input_ids or [])
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is a list."""
+        return isinstance(self.inputs, list) or _nested_or_not(self.input_ids) == MANY
+
+    @property
+    def count(self) -> int:
+        """Number of inputs."""
+        return len(self.texts if self.texts is not None else self.id_lists)
+
+    def place(self, index: int) -> str:
+        """How an error message calls an input: `inputs`, or `inputs[3]` in a list."""
+        if self.inputs is not None:
+            return f"inputs[{index}]" if isinstance(self.inputs, list) else "inputs"
+        nested = _nested_or_not(self.input_ids) == MANY
+        return f"input_ids[{index}]" if nested else "input_ids"
+
+
+class _Run(_Inputs):
+    timeout: float | None = Field(
+        None,
+        gt=0.0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds after which the request fails with status 504 and its rows are freed. "
+        "Null: the header `x-request-timeout`, else the server's default.",
+    )
+
+
+class GenerateRequest(_Run):
+    """Continue each input."""
+
+    parameters: Parameters | None = Field(
+        None,
+        description="How to generate: one object for all inputs, or a list with one per input.",
+    )
+    stream: Literal[False] | None = Field(
+        None, description="Must be false or null: answers come whole."
+    )
+
+    @model_validator(mode="after")
+    def _parameters_match(self) -> Self:
+        if isinstance(self.parameters, list) and len(self.parameters) != self.count:
+            raise ValueError(
+                f"parameters has {len(self.parameters)} entries, but there are {self.count} inputs"
+            )
+        return self
+
+    def parameters_of(self, index: int) -> GenerationParameters:
+        """The parameters of one input."""
+        if isinstance(self.parameters, list):
+            return self.parameters[index]
+        return self.parameters or GenerationParameters()
+
+    def parameters_place(self, index: int) -> str:
+        """How an error message calls the parameters of one input."""
+        return f"parameters[{index}]" if isinstance(self.parameters, list) else "parameters"
+
+
+class LogitsRequest(_Run):
+    """Teacher-forced logits: one masked forward pass over the decoder start and the targets."""
+
+    targets: Texts | None = Field(
+        None,
+        description="Target texts: one for each input, or several for one input, which is then "
+        "encoded once. No `</s>` is added. Null: the decoder start alone.",
+    )
+    target_ids: Ids | None = Field(
+        None, description="The same as token ids, behind the decoder start. Not with `targets`."
+    )
+    positions: Literal["last", "all"] = Field(
+        "last", description="Logits behind the last target token only, or behind every one."
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="Return the k largest logits and their ids instead of all logits."
+    )
+    format: Literal["json", "safetensors"] | None = Field(
+        None,
+        description="Null: JSON, or safetensors where the `Accept` header asks for "
+        "`application/octet-stream`.",
+    )
+
+    @model_validator(mode="after")
+    def _targets_match(self) -> Self:
+        if self.targets is not None and self.target_ids is not None:
+            raise ValueError("targets and target_ids exclude each other")
+        name = "targets" if self.targets is not None else "target_ids"
+        count = self.target_count
+        if count is not None and count != self.count and self.count != 1:
+            raise ValueError(
+                f"{name} must pair up with the inputs: {count} targets, {self.count} inputs"
+            )
+        return self
+
+    @property
+    def target_texts(self) -> list[str] | None:
+        """The targets as a list, if they are texts."""
+        return as_list(self.targets) if self.targets is not None else None
+
+    @property
+    def target_id_lists(self) -> list[list[int]] | None:
+        """The targets as a list, if they are ids."""
+        return as_lists(self.target_ids) if self.target_ids is not None else None
+
+    @property
+    def target_count(self) -> int | None:
+        """Number of targets, None where none were given."""
+        targets = self.target_texts if self.targets is not None else self.target_id_lists
+        return None if targets is None else len(targets)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is a list: of inputs, or of several targets for one input."""
+        nested = _nested_or_not(self.target_ids) == MANY
+        return super().is_list or isinstance(self.targets, list) or nested
+
+
+class NextRequest(_Run):
+    """The likeliest next tokens."""
+
+    target_prefix: Texts | None = Field(
+        None,
+        description="Text that the target starts with: one for all inputs, or a list with one per "
+        "input.",
+    )
+    target_prefix_ids: Ids | None = Field(
+        None, description="The same as token ids. Not with `target_prefix`."
+    )
+    top_k: int = Field(10, ge=1, description="How many tokens to return.")
+
+    @model_validator(mode="after")
+    def _prefixes_match(self) -> Self:
+        if self.target_prefix is not None and self.target_prefix_ids is not None:
+            raise ValueError("target_prefix and target_prefix_ids exclude each other")
+        for name, count in (
+            ("target_prefix", len(as_list(self.target_prefix or "-"))),
+            ("target_prefix_ids", len(as_lists(self.target_prefix_ids or [0]))),
+        ):
+            if count not in (1, self.count):
+                raise ValueError(f"{name} has {count} entries, but there are {self.count} inputs")
+        return self
+
+
+class TokenizeRequest(Request):
+    """Texts to token ids."""
+
+    inputs: Texts = Field(description="A text, or a list of texts.")
+    side: Literal["source", "target"] = Field(
+        "source", description="Whose vocabulary: the encoder's or the decoder's."
+    )
+
+
+class DetokenizeRequest(Request):
+    """Token ids to texts."""
+
+    input_ids: Ids = Field(description="Token ids, or a list of lists of them.")
+    side: Literal["source", "target"] = Field(
+        "target", description="Whose vocabulary: the encoder's or the decoder's."
+    )
+
+
+def as_list(value: str | list[str]) -> list[str]:
+    """One text as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def as_lists(value: list[int] | list[list[int]]) -> list[list[int]]:
+    """One list of ids as a list of one."""
+    if _nested_or_not(value) == MANY:
+        return value  # type: ignore[return-value]
+    return [value]  # type: ignore[list-item]
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+class Answer(BaseModel):
+    """What every answer has in common. A client reads on where a newer server says more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Token(Answer):
+    """A token of a target."""
+
+    id: int
+    text: str | None = Field(
+        description="What the token adds to the text, or the vocabulary's name of a special token. "
+        "The texts of all tokens that are not special concatenate to exactly the generated text. "
+        "Null without a tokenizer."
+    )
+    logprob: float | None = Field(
+        description="Log-softmax of the model's raw logits; null where it is not finite."
+    )
+    special: bool = Field(description="Whether it is a control token that adds no text.")
+
+
+class Details(Answer):
+    """How an answer came about."""
+
+    finish_reason: FinishReason = Field(
+        description="`eos_token`: the model ended it; `length`: it reached its limit."
+    )
+    input_tokens: int = Field(description="Source tokens, `</s>` included, after truncation.")
+    unknown_tokens: int = Field(description="How many of them are `<unk>`.")
+    truncated: bool = Field(description="Whether `truncate` cut the source.")
+    generated_tokens: int = Field(description="Generated tokens, `</s>` included.")
+    seed: int | None = Field(description="What the draws were made with; null without sampling.")
+    score: float | None = Field(None, description="Null: no beam search took place.")
+    prefill: list[Token] = Field(description="Always empty; for clients of other servers.")
+    tokens: list[Token] = Field(description="The generated tokens.")
+    top_tokens: list[list[Token]] | None = Field(
+        None, description="With `top_n_tokens`: the likeliest tokens of each step, best first."
+    )
+
+
+class GenerateResponse(Answer):
+    """One input's continuation."""
+
+    generated_text: str | None = Field(description="Null where the model has no tokenizer.")
+    details: Details | None = Field(None, description="With `parameters.details`.")
+
+
+class LogitsResponse(Answer):
+    """Teacher-forced logits of one target. -infinity and NaN are null."""
+
+    target_ids: list[int] = Field(
+        description="What the decoder was fed, decoder start included: the logits of a position "
+        "are those of the token after it."
+    )
+    logits: list[float | None] | list[list[float | None]] | None = Field(
+        None, description="`[vocabulary]` for `last`, `[position][vocabulary]` for `all`."
+    )
+    ids: list[int] | list[list[int]] | None = Field(
+        None, description="With `top_k`: ids of the largest logits, in falling order."
+    )
+    values: list[float | None] | list[list[float | None]] | None = Field(
+        None, description="With `top_k`: those logits."
+    )
+
+
+class NextToken(Answer):
+    """A candidate for the next token."""
+
+    id: int
+    text: str | None = Field(description="The vocabulary's name of it; null without a tokenizer.")
+    logit: float | None
+    logprob: float | None = Field(description="Log-softmax over the whole vocabulary.")
+
+
+class NextResponse(Answer):
+    """The likeliest next tokens of one input, best first."""
+
+    tokens: list[NextToken]
+
+
+class TokenizeResponse(Answer):
+    """The tokens of one text."""
+
+    ids: list[int]
+    tokens: list[str] = Field(description="The vocabulary's names of the ids.")
+
+
+class DetokenizeResponse(Answer):
+    """The text of one list of ids, special tokens left out."""
+
+    text: str
+
+
+class ErrorResponse(Answer):
+    """The one envelope of all errors."""
+
+    error: str = Field(description="What is wrong, for a person.")
+    error_type: str = Field(description="The kind of error, for a program.")
+    param: str | None = Field(description="The field at fault, where there is one.")
+    request_id: str | None = Field(description="As in the header `x-request-id`.")
+
+
+class StatusResponse(Answer):
+    """A probe's answer."""
+
+    status: str
+
+
+class Batches(Answer):
+    """How full the engine's steps were, since the model was loaded."""
+
+    steps: int = Field(description="Decoder steps that had at least one row.")
+    mean_rows: float = Field(description="Rows per step on average.")
+    max_rows: int = Field(description="The fullest step.")
+    histogram: dict[int, int] = Field(description="Rows in a step -> number of such steps.")
+    forward_passes: int = Field(description="Teacher-forced passes (/logits, /next) run.")
+
+
+class ModelInfo(Answer):
+    """One model of the server."""
+
+    name: str
+    state: Literal["loading", "ready", "failed", "draining"]
+    family: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    parameters: int | None = Field(None, description="Number of weights.")
+    src_vocab_size: int | None = None
+    tgt_vocab_size: int | None = None
+    max_source_tokens: int | None = Field(None, description="`</s>` included.")
+    max_target_tokens: int | None = Field(
+        None, description="Decoder positions: decoder start, target prefix and generated tokens."
+    )
+    default_max_new_tokens: int | None = None
+    source_is_target: bool | None = Field(
+        None, description="Whether /generate continues the source itself."
+    )
+    source_tokenizer: bool | None = Field(None, description="Whether texts are accepted.")
+    target_tokenizer: bool | None = Field(None, description="Whether texts are returned.")
+    waiting: int | None = Field(None, description="Sequences and passes not yet begun.")
+    running: int | None = Field(None, description="Rows being decoded.")
+    batches: Batches | None = None
+
+
+class Limits(Answer):
+    """What one request may ask for."""
+
+    max_body_bytes: int
+    max_inputs: int
+    max_queue: int
+    max_rows: int
+    max_json_values: int
+    max_tensor_values: int
+    default_timeout: float
+
+
+class InfoResponse(Answer):
+    """The server and its models; the first one answers requests that name none."""
+
+    version: str
+    torch: str | None
+    limits: Limits
+    models: list[ModelInfo]

@@ -1,0 +1,90 @@
+"""Every error leaves in one envelope."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from seqserve.errors import (
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    SeqserveError,
+)
+from seqserve.schemas import ErrorResponse
+from service.validation import describe
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTIONS: dict[int, str] = {
+    400: "The body is not valid JSON.",
+    404: "There is no such model.",
+    413: "The body is over the limit.",
+    422: "A field is wrong, missing, unknown or too long; `param` names it.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    500: "The model failed on this input.",
+    503: "Loading, or shutting down.",
+    504: "The request's timeout passed.",
+}
+"""HTTP status -> what it means, for the OpenAPI document."""
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for the OpenAPI document."""
+    return {
+        status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses
+    }
+
+
+def envelope(error: SeqserveError, request_id: str | None) -> Response:
+    """An error as an HTTP answer."""
+    body = {
+        "error": error.message,
+        "error_type": error.error_type,
+        "param": error.param,
+        "request_id": request_id,
+    }
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = f"{error.retry_after:g}"
+    return Response(orjson.dumps(body), error.status, headers, "application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Have the application answer every error in the envelope."""
+
+    @app.exception_handler(SeqserveError)
+    async def known(request: Request, error: SeqserveError) -> Response:
+        return envelope(error, request.state.request_id)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return envelope(_from_validation(request, error), request.state.request_id)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        answer = envelope(_from_http(request, error), request.state.request_id)
+        answer.headers.update(error.headers or {})
+        return answer
+
+
+def _from_validation(request: Request, error: RequestValidationError) -> InvalidRequestError:
+    errors = [{**e, "loc": e["loc"][1:]} for e in error.errors()]  # without "body"
+    field = getattr(request.scope.get("route"), "body_field", None)
+    return describe(errors, field.field_info.annotation if field else None)
+
+
+def _from_http(request: Request, error: HTTPException) -> SeqserveError:
+    """Starlette's and FastAPI's own errors."""
+    if isinstance(error.__cause__, SeqserveError):  # raised while FastAPI read the body
+        return error.__cause__
+    if error.status_code == 404:
+        return NotFoundError(f"there is no {request.url.path}")
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"{request.url.path} does not take {request.method}")
+    return InvalidRequestError(str(error.detail), status=error.status_code)

@@ -1,0 +1,179 @@
+"""What the routes share: reading a body, finding the model, running work, timing it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from model.sequence import Event
+from seqserve.errors import ClientGoneError, InvalidRequestError
+from seqserve.schemas import TIMEOUT_LIMIT
+from service.numbers import dump_json
+from service.runner import Ticket, Work, work_of
+from service.served import Models, ServedModel
+from service.settings import Settings
+from service.validation import parse_json
+
+LARGE = 64 * 1024
+"""Bytes or numbers from which tokenising and serialising leave the event loop."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class JsonRequest(Request):
+    """A request whose JSON is read strictly."""
+
+    async def json(self) -> Any:
+        return parse_json(await self.body())
+
+
+class JsonRoute(APIRoute):
+    """A route whose handler gets a `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the engine made of a request's works.
+
+    Attributes:
+        events: of each work, in order.
+        queue_time, inference_time: milliseconds.
+    """
+
+    events: list[list[Event]]
+    queue_time: float
+    inference_time: float
+
+
+def models_of(request: Request) -> Models:
+    """The application's models."""
+    models: Models = request.app.state.models
+    return models
+
+
+def settings_of(request: Request) -> Settings:
+    """The application's settings."""
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+def check_count(request: Request, name: str, count: int) -> None:
+    """Refuse a request with too many inputs or targets.
+
+    Raises:
+        InvalidRequestError: there are more than the server takes.
+    """
+    limit = settings_of(request).max_inputs
+    if count > limit:
+        raise InvalidRequestError(f"{name} has {count} entries, at most {limit} are allowed", name)
+
+
+async def sized(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function: here if its work is small, in a thread if it would hold the loop up."""
+    if size < LARGE:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def body_size(request: Request) -> int:
+    """Bytes of the body, which has been read."""
+    return len(await request.body())
+
+
+async def run(
+    request: Request, model: ServedModel, works: Sequence[Work], seconds: float | None
+) -> Outcome:
+    """Have the engine do works for a caller who waits for whole answers.
+
+    Args:
+        seconds: the body's timeout; else the header's, else the server's.
+
+    Raises:
+        SeqserveError: see `Ticket.result`; the caller went away; the queue is full.
+    """
+    seconds = seconds or header_timeout(request) or settings_of(request).timeout
+    async with model.runner.submitted(works, seconds) as ticket, _watched(request, ticket):
+        events = await ticket.result()
+    grouped: dict[Work, list[Event]] = {work: [] for work in works}
+    for event in events:
+        grouped[work_of(event)].append(event)
+    return Outcome([grouped[work] for work in works], *_times(ticket))
+
+
+def header_timeout(request: Request) -> float | None:
+    """Seconds from the header `x-request-timeout`.
+
+    Raises:
+        InvalidRequestError: it is no number in range.
+    """
+    text = request.headers.get("x-request-timeout")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= TIMEOUT_LIMIT:
+        raise InvalidRequestError(
+            f"x-request-timeout must be seconds in (0, {TIMEOUT_LIMIT:g}], got {text[:40]!r}",
+            "x-request-timeout",
+        )
+    return seconds
+
+
+def answer(
+    content: list[Any] | Any, outcome: Outcome | None, prompt_tokens: int, generated_tokens: int
+) -> Response:
+    """A JSON answer with the headers of inference answers."""
+    body = dump_json(content)
+    return Response(
+        body, 200, headers(outcome, prompt_tokens, generated_tokens), "application/json"
+    )
+
+
+def headers(outcome: Outcome | None, prompt_tokens: int, generated_tokens: int) -> dict[str, str]:
+    """Times in milliseconds, and counts."""
+    return {
+        "x-queue-time": f"{outcome.queue_time if outcome else 0.0:.3f}",
+        "x-inference-time": f"{outcome.inference_time if outcome else 0.0:.3f}",
+        "x-prompt-tokens": str(prompt_tokens),
+        "x-generated-tokens": str(generated_tokens),
+    }
+
+
+def _times(ticket: Ticket) -> tuple[float, float]:
+    if ticket.began is None or ticket.ended is None:  # nothing had to run
+        return 0.0, 0.0
+    began = max(ticket.began, ticket.submitted)
+    return (began - ticket.submitted) * 1e3, (ticket.ended - began) * 1e3
+
+
+@asynccontextmanager
+async def _watched(request: Request, ticket: Ticket) -> AsyncIterator[None]:
+    """End the ticket when the caller goes away: Starlette lets a handler run on."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        ticket.fail(ClientGoneError("the caller closed the connection"))
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()

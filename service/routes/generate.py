@@ -1,0 +1,66 @@
+"""POST /generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from model.sequence import TokenEvent
+from seqserve.schemas import GenerateRequest, GenerateResponse
+from service.errors import responses
+from service.generation import Plan
+from service.routes.common import (
+    JsonRoute,
+    answer,
+    body_size,
+    check_count,
+    models_of,
+    run,
+    sized,
+)
+
+router = APIRouter(route_class=JsonRoute, tags=["generate"])
+
+EXAMPLES = {
+    "text": {"summary": "One text", "value": {"inputs": "hello"}},
+    "list": {"summary": "Several texts", "value": {"inputs": ["hello", "world"]}},
+    "details": {
+        "summary": "Tokens and log-probabilities",
+        "value": {"inputs": "hello", "parameters": {"details": True}},
+    },
+    "sampling": {
+        "summary": "Draw instead of taking the likeliest",
+        "value": {"inputs": "hello", "parameters": {"temperature": 0.8, "top_p": 0.9, "seed": 1}},
+    },
+}
+
+
+@router.post(
+    "/generate",
+    summary="Continue each input",
+    response_model=GenerateResponse | list[GenerateResponse],
+    responses=responses(400, 404, 413, 422, 429, 500, 503, 504),
+    openapi_extra={"requestBody": {"content": {"application/json": {"examples": EXAMPLES}}}},
+)
+async def generate(request: Request, body: GenerateRequest) -> Response:
+    """One object for one input, a list of objects for a list of inputs."""
+    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    model = models_of(request).get(body.model)
+    plans = await sized(await body_size(request), model.generator.plan, body)
+    works = [plan.sequence for plan in plans if plan.sequence]
+    outcome = await run(request, model, works, body.timeout)
+    events = dict(zip(works, outcome.events, strict=True))
+
+    def write(plan: Plan) -> dict[str, Any]:
+        tokens = events[plan.sequence] if plan.sequence else []
+        reply = model.generator.answer(plan, [e for e in tokens if isinstance(e, TokenEvent)])
+        return reply.model_dump(exclude_unset=True)
+
+    answers = [write(plan) for plan in plans]
+    return answer(
+        answers if body.is_list else answers[0],
+        outcome,
+        prompt_tokens=sum(len(plan.source.ids) for plan in plans),
+        generated_tokens=sum(len(tokens) for tokens in outcome.events),
+    )

@@ -1,0 +1,163 @@
+"""POST /logits, /next, /tokenize and /detokenize: look inside a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from model.sequence import Event, Forward, ForwardEvent
+from seqserve.errors import InvalidRequestError
+from seqserve.schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    LogitsRequest,
+    LogitsResponse,
+    NextRequest,
+    NextResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    as_list,
+    as_lists,
+)
+from service.errors import responses
+from service.inspection import logits_as_json, logits_as_safetensors
+from service.numbers import dump_json
+from service.routes.common import (
+    JsonRoute,
+    answer,
+    body_size,
+    check_count,
+    headers,
+    models_of,
+    run,
+    settings_of,
+    sized,
+)
+from service.settings import Settings
+
+router = APIRouter(route_class=JsonRoute, tags=["look inside"])
+
+BINARY = "application/octet-stream"
+
+OF_A_RUN = responses(400, 404, 413, 422, 429, 500, 503, 504)
+OF_TEXT = responses(400, 404, 413, 422, 503)
+
+
+@router.post(
+    "/logits",
+    summary="Teacher-forced logits",
+    response_model=LogitsResponse | list[LogitsResponse],
+    responses={
+        **OF_A_RUN,
+        200: {
+            "description": "JSON, or a safetensors file with `logits` (or `values` and `ids`), "
+            "`target_lengths` and `target_ids`.",
+            "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}},
+        },
+    },
+)
+async def logits(request: Request, body: LogitsRequest) -> Response:
+    """One pass over the decoder start and the targets, before any decoding parameter applies."""
+    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    check_count(request, "targets", body.target_count or 0)
+    model = models_of(request).get(body.model)
+    passes = await sized(await body_size(request), model.inspector.plan_logits, body)
+    binary = _wants_binary(request, body)
+    size = model.inspector.size(passes, padded=binary)
+    _check_size(size, binary, settings_of(request))
+    outcome = await run(request, model, passes, body.timeout)
+    done = [_pass(events) for events in outcome.events]
+    prompt_tokens = _prompt_tokens(passes)
+    if binary:
+        file = await sized(size, logits_as_safetensors, done, model.loaded.spec.pad_id)
+        return Response(file, 200, headers(outcome, prompt_tokens, 0), BINARY)
+    content = [logits_as_json(event) for event in done]
+    text = await sized(size, dump_json, content if body.is_list else content[0])
+    return Response(text, 200, headers(outcome, prompt_tokens, 0), "application/json")
+
+
+@router.post(
+    "/next",
+    summary="The likeliest next tokens",
+    response_model=NextResponse | list[NextResponse],
+    responses=OF_A_RUN,
+)
+async def next_tokens(request: Request, body: NextRequest) -> Response:
+    """What the model would put behind the decoder start and the target prefix."""
+    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    model = models_of(request).get(body.model)
+    passes = await sized(await body_size(request), model.inspector.plan_next, body)
+    size = model.inspector.size(passes, padded=False)
+    _check_size(size, False, settings_of(request), advice="ask for fewer inputs or a lower top_k")
+    outcome = await run(request, model, passes, body.timeout)
+    answers = [model.inspector.answer_next(_pass(events)).model_dump() for events in outcome.events]
+    content = answers if body.is_list else answers[0]
+    return answer(content, outcome, _prompt_tokens(passes), 0)
+
+
+@router.post(
+    "/tokenize",
+    summary="Texts to token ids",
+    response_model=TokenizeResponse | list[TokenizeResponse],
+    responses=OF_TEXT,
+)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Just what /generate makes of the same text, `</s>` included."""
+    texts = as_list(body.inputs)
+    check_count(request, "inputs", len(texts))
+    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
+    tokenizer = vocabulary.need_tokenizer("inputs")
+    encoded = await sized(await body_size(request), tokenizer.encode, texts)
+    answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
+    content = answers if isinstance(body.inputs, list) else answers[0]
+    return Response(dump_json(content), media_type="application/json")
+
+
+@router.post(
+    "/detokenize",
+    summary="Token ids to texts",
+    response_model=DetokenizeResponse | list[DetokenizeResponse],
+    responses=OF_TEXT,
+)
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """Special tokens add nothing to the text."""
+    id_lists = as_lists(body.input_ids)
+    check_count(request, "input_ids", len(id_lists))
+    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
+    tokenizer = vocabulary.need_tokenizer("input_ids")
+    nested = id_lists is body.input_ids
+    for i, ids in enumerate(id_lists):
+        vocabulary.check(ids, f"input_ids[{i}]" if nested else "input_ids")
+    answers = [{"text": tokenizer.decode(ids)} for ids in id_lists]
+    content: Any = answers if nested else answers[0]
+    return Response(dump_json(content), media_type="application/json")
+
+
+def _wants_binary(request: Request, body: LogitsRequest) -> bool:
+    if body.format is not None:
+        return body.format == "safetensors"
+    return BINARY in request.headers.get("accept", "")
+
+
+def _check_size(
+    size: int, binary: bool, settings: Settings, advice: str = 'use "format": "safetensors"'
+) -> None:
+    limit = settings.max_tensor_values if binary else settings.max_json_values
+    if size > limit:
+        if binary:
+            advice = "ask for fewer inputs, or for positions: last, or for top_k"
+        raise InvalidRequestError(
+            f"the answer would hold {size} numbers, at most {limit} are allowed: {advice}"
+        )
+
+
+def _pass(events: list[Event]) -> ForwardEvent:
+    event = events[0]
+    assert isinstance(event, ForwardEvent)
+    return event
+
+
+def _prompt_tokens(passes: list[Forward]) -> int:
+    """Source tokens; those of a source that several targets share count once."""
+    return sum({id(p.src): len(p.src) for p in passes}.values())

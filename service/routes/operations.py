@@ -1,0 +1,68 @@
+"""GET /health, /ready, /info, /docs and /."""
+
+from __future__ import annotations
+
+import torch
+from fastapi import APIRouter, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from seqserve import __version__
+from seqserve.schemas import InfoResponse, Limits, StatusResponse
+from service.errors import responses
+from service.routes.common import models_of, settings_of
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health", summary="Whether the process is alive")
+async def health() -> StatusResponse:
+    """200 as long as the process answers, also while models load."""
+    return StatusResponse(status="ok")
+
+
+@router.get("/ready", summary="Whether a model can answer", responses=responses(503))
+async def ready(request: Request) -> StatusResponse:
+    """200 only when a model can answer; 503 while loading and while shutting down."""
+    models_of(request).check_ready()
+    return StatusResponse(status="ready")
+
+
+@router.get(
+    "/info", summary="The server, its limits and its models", response_model_exclude_unset=True
+)
+async def info(request: Request) -> InfoResponse:
+    """Versions, limits, models, and how full the engines' steps were."""
+    settings = settings_of(request)
+    limits = Limits(
+        max_body_bytes=settings.max_body_bytes,
+        max_inputs=settings.max_inputs,
+        max_queue=settings.max_queue,
+        max_rows=settings.max_rows,
+        max_json_values=settings.max_json_values,
+        max_tensor_values=settings.max_tensor_values,
+        default_timeout=settings.timeout,
+    )
+    models = models_of(request).info()
+    return InfoResponse(
+        version=__version__, torch=str(torch.__version__), limits=limits, models=models
+    )
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    """Swagger UI from the server's own files: works without the internet."""
+    root = request.scope["root_path"]
+    return get_swagger_ui_html(
+        openapi_url=f"{root}/openapi.json",
+        title="seqserve",
+        swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
+        swagger_css_url=f"{root}/docs/swagger-ui.css",
+        swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
+    )
+
+
+@router.get("/", include_in_schema=False)
+async def home(request: Request) -> RedirectResponse:
+    """The documentation, until there is a page to play with."""
+    return RedirectResponse(f"{request.scope['root_path']}/docs")

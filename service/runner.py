@@ -1,0 +1,350 @@
+"""One engine thread per model, and the way from a request to it and back.
+
+Only the engine thread calls the engine. The event loop hands it commands through a queue (on which
+it blocks when there is nothing to do); it hands all events of a step back with one
+`call_soon_threadsafe`. Everything else in this file runs on the event loop and needs no lock.
+
+A request's work is followed by a `Ticket`. Requests that want whole answers wait for
+`Ticket.result()` and are woken once; a request that forwards tokens iterates over `Ticket.steps()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol
+
+from model.engine import StepTrace
+from model.sequence import Event, FailureEvent, Forward, ForwardEvent, TokenEvent
+from model.sequence import Sequence as Row
+from seqserve.errors import (
+    DeadlineError,
+    GenerationFailedError,
+    InvalidRequestError,
+    OverloadedError,
+    SeqserveError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+Work = Row | Forward
+
+
+class EngineLike(Protocol):
+    """What the runner needs of `model.engine.Engine`."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    def submit(self, work: Work) -> None: ...
+    def cancel(self, work: Work) -> None: ...
+    def step(self) -> list[Event]: ...
+
+
+@dataclass(frozen=True)
+class _Command:
+    kind: Literal["submit", "cancel", "stop"]
+    works: tuple[Work, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step brought; `began` is when it started."""
+
+    began: float
+    events: list[Event]
+
+
+class Ticket:
+    """A request's works and what has come of them so far. Lives on the event loop.
+
+    Attributes:
+        unfinished: works without their last event.
+        submitted, began, ended: times (`time.perf_counter`); `began` is the start of the step that
+            first brought something, `ended` the arrival of the last event.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.unfinished: set[Work] = set(works)
+        self.submitted = time.perf_counter()
+        self.began: float | None = None
+        self.ended: float | None = None
+        self._events: deque[Event] = deque()
+        self._error: SeqserveError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._eager = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._error is not None or not self.unfinished
+
+    async def result(self) -> list[Event]:
+        """All events in order, once everything has ended.
+
+        Raises:
+            SeqserveError: a work failed, or the deadline passed, or the engine broke down.
+        """
+        while not self.over:
+            await self._wait(eager=False)
+        if self._error:
+            raise self._error
+        return list(self._events)
+
+    async def steps(self) -> AsyncIterator[list[Event]]:
+        """The events of each step as it ends.
+
+        Raises:
+            SeqserveError: as in `result`, after what came before.
+        """
+        while True:
+            if self._events:
+                events = list(self._events)
+                self._events.clear()
+                yield events
+            elif self._error:
+                raise self._error
+            elif not self.unfinished:
+                return
+            else:
+                await self._wait(eager=True)
+
+    def push(self, event: Event, began: float) -> None:
+        """Take an event in; wake the request if it wants to know."""
+        if self.began is None:
+            self.began = began
+        if isinstance(event, FailureEvent):
+            self.fail(GenerationFailedError(f"the model failed on this input: {event.error}"))
+            return
+        self._events.append(event)
+        if is_last(event):
+            self.unfinished.discard(work_of(event))
+        if self.over:
+            self.ended = time.perf_counter()
+        if self._eager or self.over:
+            self._wake()
+
+    def fail(self, error: SeqserveError) -> None:
+        """End the ticket with an error; the first one counts."""
+        if not self.over:
+            self._error = error
+            self._wake()
+
+    async def _wait(self, eager: bool) -> None:
+        self._eager = eager
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def work_of(event: Event) -> Work:
+    """Whose event it is."""
+    if isinstance(event, FailureEvent):
+        return event.work
+    return event.forward if isinstance(event, ForwardEvent) else event.sequence
+
+
+def is_last(event: Event) -> bool:
+    """Whether nothing comes after it for the same work."""
+    return not isinstance(event, TokenEvent) or event.finish_reason is not None
+
+
+class StepFigures:
+    """Counts of what the engine's steps did. Written by the engine thread, read by any.
+
+    Attributes:
+        rows_per_step: ``[rows]`` -> number of steps that had so many rows.
+        forward_passes: teacher-forced passes run.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.rows_per_step = [0] * (max_rows + 1)
+        self.forward_passes = 0
+
+    def record(self, trace: StepTrace) -> None:
+        self.rows_per_step[len(trace.rows)] += 1
+        self.forward_passes += trace.forwards
+
+
+class Runner:
+    """Runs one engine in its own thread.
+
+    Args:
+        engine: nobody else may touch it from now on.
+        max_queue: works accepted and not yet answered, at most.
+        name: of the model, for messages and the thread.
+    """
+
+    def __init__(self, engine: EngineLike, max_queue: int, name: str) -> None:
+        self.engine = engine
+        self.max_queue = max_queue
+        self.name = name
+        self.broken: BaseException | None = None
+        self.draining = False
+        self._owners: dict[Work, Ticket] = {}
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
+
+    # --- event loop ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread; events arrive on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether work is accepted."""
+        return not (self.draining or self.broken)
+
+    @property
+    def outstanding(self) -> int:
+        """Works accepted and not yet answered."""
+        return len(self._owners)
+
+    @asynccontextmanager
+    async def submitted(self, works: Sequence[Work], seconds: float) -> AsyncIterator[Ticket]:
+        """Run works; whatever is unfinished when the block is left is cancelled.
+
+        Args:
+            seconds: until the ticket fails with `DeadlineError`.
+
+        Raises:
+            UnavailableError: draining or broken.
+            OverloadedError: they do not all fit into the queue.
+        """
+        ticket = self._admit(works)
+        assert self._loop
+        deadline = self._loop.call_later(seconds, self._expire, ticket, seconds)
+        try:
+            yield ticket
+        finally:
+            deadline.cancel()
+            self._release(ticket)
+
+    def _admit(self, works: Sequence[Work]) -> Ticket:
+        if self.broken:
+            raise UnavailableError(f"model {self.name} has failed and takes no more requests")
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        if self.outstanding + len(works) > self.max_queue:
+            raise OverloadedError(
+                f"the queue is full: {self.outstanding} of {self.max_queue} places are taken, "
+                f"the request needs {len(works)}",
+                retry_after=1,
+            )
+        ticket = Ticket(works)
+        if works:
+            self._owners.update(dict.fromkeys(works, ticket))
+            self._idle.clear()
+            self._commands.put(_Command("submit", tuple(works)))
+        return ticket
+
+    def _expire(self, ticket: Ticket, seconds: float) -> None:
+        ticket.fail(DeadlineError(f"not done within the timeout of {seconds:g} seconds"))
+        self._release(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        """Free the rows of what is unfinished."""
+        left = tuple(work for work in ticket.unfinished if work in self._owners)
+        if left:
+            self._forget(left)
+            self._commands.put(_Command("cancel", left))
+
+    def _forget(self, works: Iterable[Work]) -> None:
+        for work in works:
+            self._owners.pop(work, None)
+        if not self._owners:
+            self._idle.set()
+
+    def _deliver(self, step: _Step) -> None:
+        """Hand the events of a step out. Events of cancelled works have no owner any more."""
+        for event in step.events:
+            ticket = self._owners.get(work_of(event))
+            if ticket is None:
+                continue
+            ticket.push(event, step.began)
+            if is_last(event):
+                self._forget([work_of(event)])
+
+    def _refuse(self, work: Work, error: ValueError) -> None:
+        if ticket := self._owners.get(work):
+            ticket.fail(InvalidRequestError(str(error)))
+            self._forget([work])
+
+    def _break_down(self, error: Exception) -> None:
+        """The engine raised: nothing of it can be trusted any more."""
+        self.broken = error
+        failure = GenerationFailedError("the model failed while it ran this request")
+        for ticket in set(self._owners.values()):
+            ticket.fail(failure)
+        self._forget(list(self._owners))
+
+    async def drain(self, grace: float) -> bool:
+        """Accept nothing more and wait for what runs; False if the grace period was too short."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the thread; what is left fails."""
+        self.draining = True
+        for ticket in set(self._owners.values()):
+            ticket.fail(UnavailableError("the server is shutting down"))
+        self._forget(list(self._owners))
+        self._commands.put(_Command("stop"))
+        await asyncio.to_thread(self._thread.join)
+
+    # --- engine thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                began = time.perf_counter()
+                if events := self.engine.step():
+                    self._call(self._deliver, _Step(began, events))
+        except Exception as error:
+            logger.exception("engine of model %s failed", self.name)
+            self._call(self._break_down, error)
+
+    def _obey(self) -> bool:
+        """Carry out what was commanded, waiting if there is nothing else to do; False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except Empty:
+                return True
+            if command.kind == "stop":
+                return False
+            for work in command.works:
+                self._submit(work) if command.kind == "submit" else self.engine.cancel(work)
+
+    def _submit(self, work: Work) -> None:
+        try:
+            self.engine.submit(work)
+        except ValueError as error:
+            self._call(self._refuse, work, error)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop
+        self._loop.call_soon_threadsafe(function, *args)

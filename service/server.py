@@ -1,0 +1,102 @@
+"""The server process: a socket, the application in uvicorn, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import torch
+import uvicorn
+
+from seqserve import __version__
+from service.app import create_app
+from service.served import Models
+from service.settings import Settings
+from service.sockets import url
+
+logger = logging.getLogger(__name__)
+
+CLOSING_SECONDS = 5
+"""For writing the last answers, after everything has been computed."""
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds until a busy Python thread lets another one run. The default of 5 ms would let the event
+loop hold the engine's thread up many times in a step."""
+
+
+class Server(uvicorn.Server):
+    """Ends in order: at the first signal /ready turns 503 and what runs gets `grace` seconds to
+    finish, while the server still answers probes; a second signal ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
+        super().__init__(config)
+        self.settings = settings
+        self.failure: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    def fail(self, message: str) -> None:
+        """A model cannot be loaded: end."""
+        self.failure = message
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for listener in sockets or []:
+            logger.info("seqserve %s listens on %s", __version__, url(listener))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not uvicorn's: that one stops listening first, and ends with the signal as exit status.
+        if self._loop is None or self._drain is not None:
+            self.should_exit = self.force_exit = True
+            return
+        logger.info("%s: finishing what runs", signal.Signals(sig).name)
+        self._loop.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self._finish())
+
+    async def _finish(self) -> None:
+        models: Models = self.config.app.state.models  # type: ignore[union-attr]
+        if not await models.drain(self.settings.grace):
+            logger.warning("gave up on what still ran after %g seconds", self.settings.grace)
+            await models.stop()
+        self.should_exit = True
+
+
+def serve(settings: Settings, listener: socket.socket) -> str | None:
+    """Serve until a signal comes.
+
+    Returns:
+        why it ended, if it was for a model that cannot be loaded.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    server: Server | None = None
+
+    def fail(message: str) -> None:
+        assert server
+        server.fail(message)
+
+    config = uvicorn.Config(
+        create_app(settings, on_failure=fail),
+        log_level=settings.log_level,
+        log_config=None,  # all messages go through the one handler above
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )
+    server = Server(config, settings)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run([listener])
+    return server.failure

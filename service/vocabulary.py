@@ -1,0 +1,199 @@
+"""From what a caller sends to ids that the model takes, and from ids back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from model.config import ModelSpec
+from model.tokenizer import SPECIAL_TOKENS, IncrementalDetokenizer, Tokenizer
+from seqserve.errors import InvalidRequestError
+
+Side = Literal["source", "target"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """One side's ids.
+
+    Attributes:
+        side: the encoder's or the decoder's.
+        size: ids are below it.
+        tokenizer: None where the model came without one.
+    """
+
+    side: Side
+    size: int
+    tokenizer: Tokenizer | None
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequestError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"{param} needs a tokenizer, which this model's {self.side} side does not have: "
+                "send token ids instead",
+                param,
+            )
+        return self.tokenizer
+
+    @cached_property
+    def tail(self) -> list[int]:
+        """What the tokenizer puts behind every text: usually `</s>`."""
+        return self.tokenizer.encode([""])[0] if self.tokenizer else []
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that add no text."""
+        if self.tokenizer is None:
+            return frozenset()
+        names = {id: self.tokenizer.token(id) for id in range(self.tokenizer.vocab_size)}
+        reserved = (id for id, name in names.items() if name in SPECIAL_TOKENS)
+        return frozenset(id for id in reserved if not self.tokenizer.decode([id]))
+
+    def encode_open(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        """Ids of each text without what would end it."""
+        encoded = self.need_tokenizer(param).encode(texts)
+        return [ids[: len(ids) - len(self.tail)] for ids in encoded]
+
+    def check(self, ids: Sequence[int], place: str) -> None:
+        """Refuse ids that are not in the vocabulary.
+
+        Raises:
+            InvalidRequestError: names the first one.
+        """
+        for position, id in enumerate(ids):
+            if not 0 <= id < self.size:
+                raise InvalidRequestError(
+                    f"{place}[{position}] must be an id in [0, {self.size}), got {id}",
+                    f"{place}[{position}]",
+                )
+
+    def name(self, id: int) -> str | None:
+        """The vocabulary's own name of an id; None without one."""
+        if self.tokenizer is None or id >= self.tokenizer.vocab_size:
+            return None
+        return self.tokenizer.token(id)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input, ready for the encoder.
+
+    Attributes:
+        ids: what the encoder gets.
+        place: how an error message calls the input.
+        blank: there is nothing in it, so that nothing is generated.
+        truncated: it was cut.
+        unknown: how many ids are `<unk>`.
+    """
+
+    ids: list[int]
+    place: str
+    blank: bool
+    truncated: bool
+    unknown: int
+
+
+def read_sources(
+    vocabulary: Vocabulary,
+    spec: ModelSpec,
+    texts: Sequence[str] | None,
+    id_lists: Sequence[list[int]],
+    places: Sequence[str],
+    truncate: Sequence[int | None] | None = None,
+) -> list[Source]:
+    """Check and encode the inputs of a request.
+
+    Args:
+        texts: the inputs as texts, or None: `id_lists` are taken as given.
+        places: how an error message calls each input.
+        truncate: tokens to cut each source to; None where the endpoint does not cut.
+
+    Raises:
+        InvalidRequestError: text without a tokenizer, ids outside the vocabulary, or a source
+            longer than the model takes.
+    """
+    if texts is not None:
+        encoded, tail = vocabulary.need_tokenizer("inputs").encode(texts), vocabulary.tail
+    else:
+        encoded, tail = list(id_lists), []
+        for ids, place in zip(encoded, places, strict=True):
+            vocabulary.check(ids, place)
+    cuts = [
+        cut_source(ids, tail, length)
+        for ids, length in zip(encoded, truncate or [None] * len(encoded), strict=True)
+    ]
+    sources = [
+        Source(
+            cut,
+            place,
+            blank=ids == tail,
+            truncated=len(cut) < len(ids),
+            unknown=_unknown(cut, spec),
+        )
+        for cut, ids, place in zip(cuts, encoded, places, strict=True)
+    ]
+    for source in sources:
+        _check_length(source, spec, "; parameters.truncate cuts it" if truncate else "")
+    return sources
+
+
+def _check_length(source: Source, spec: ModelSpec, hint: str) -> None:
+    if len(source.ids) > spec.max_src:
+        raise InvalidRequestError(
+            f"{source.place} has {len(source.ids)} tokens, the model takes at most "
+            f"{spec.max_src}{hint}",
+            source.place,
+        )
+
+
+def _unknown(ids: list[int], spec: ModelSpec) -> int:
+    return 0 if spec.unk_id is None else ids.count(spec.unk_id)
+
+
+def cut_source(ids: list[int], tail: list[int], length: int | None) -> list[int]:
+    """The first tokens of a source, its final `</s>` kept if the tokenizer put one.
+
+    >>> cut_source([5, 6, 7, 2], [2], 3)
+    [5, 6, 2]
+    """
+    if length is None or len(ids) <= length:
+        return ids
+    end = tail[-1:]
+    return ids[: length - len(end)] + end
+
+
+def spell(
+    vocabulary: Vocabulary, prefix: Sequence[int], ids: Sequence[int]
+) -> tuple[str, list[str]]:
+    """The text of a target: of its prefix, and of each token after it.
+
+    Special tokens get the vocabulary's name of them; the texts of the others concatenate to what
+    the target says behind its prefix, spaces included.
+
+    Raises:
+        AssertionError: there is no tokenizer.
+    """
+    assert vocabulary.tokenizer
+    detokenizer = IncrementalDetokenizer(vocabulary.tokenizer)
+    before = "".join(detokenizer.push(id) for id in prefix if id not in vocabulary.special_ids)
+    pieces = []
+    last = None
+    for position, id in enumerate(ids):
+        if id in vocabulary.special_ids:
+            pieces.append(vocabulary.tokenizer.token(id))
+        else:
+            pieces.append(detokenizer.push(id))
+            last = position
+    held_back = detokenizer.finish()
+    if last is None:
+        before += held_back
+    else:
+        pieces[last] += held_back
+    return before, pieces

@@ -1,0 +1,88 @@
+"""The application in process, around small random models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from model.loader import LoadedModel, load_model
+from service.app import create_app
+from service.settings import Settings
+from tests.builders import make_native_model, make_tutorial_model
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Letters in, phoneme-like words out; answers vary."""
+    return load_model(make_native_model(tmp_path_factory.mktemp("native")), "cpu")
+
+
+@pytest.fixture(scope="session")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The tutorial's model, without a tokenizer."""
+    return load_model(make_tutorial_model(tmp_path_factory.mktemp("tutorial")), "cpu")
+
+
+@pytest.fixture(scope="session")
+def models(native: LoadedModel, tutorial: LoadedModel) -> dict[str, LoadedModel]:
+    return {"native": native, "tutorial": tutorial}
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """The application with its lifespan, and a client of it."""
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="session")
+async def client(models: dict[str, LoadedModel]) -> AsyncIterator[httpx.AsyncClient]:
+    """Both models with default settings."""
+    async with serving(create_app(Settings(), models)) as client:
+        yield client
+
+
+class Api:
+    """Posts bodies and unwraps answers."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """The answer to a body that must be accepted."""
+        response = await self.client.post(path, json=body)
+        assert response.status_code == 200, response.text[:500]
+        return response.json()
+
+    async def refused(self, path: str, status: int = 422, **body: Any) -> Any:
+        """The envelope of a body that must be refused."""
+        response = await self.client.post(path, json=body)
+        assert response.status_code == status, response.text[:500]
+        envelope = response.json()
+        assert envelope.keys() == {"error", "error_type", "param", "request_id"}
+        assert envelope["request_id"] == response.headers["x-request-id"]
+        return envelope
+
+
+@pytest.fixture
+def api(client: httpx.AsyncClient) -> Api:
+    return Api(client)
+
+
+@pytest.fixture
+def model_directory(native: LoadedModel) -> Path:
+    return native.directory

@@ -1,0 +1,184 @@
+"""Bad input of every kind gets a clear refusal, and the next request works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import Api
+
+pytestmark = pytest.mark.anyio
+
+GENERATE: list[tuple[dict[str, Any], str | None, str]] = [
+    # body, param, what the message says
+    ({}, "inputs", "inputs (text) or input_ids (token ids) must be given"),
+    ({"inputs": "a", "input_ids": [5]}, "inputs", "exclude each other"),
+    ({"inputs": None}, "inputs", "must be given"),
+    ({"inputs": 5}, "inputs", "inputs must be a string, or a list of them, got 5"),
+    ({"inputs": {"a": 1}}, "inputs", 'got {"a":1}'),
+    ({"inputs": []}, "inputs", "inputs must be a list of at least one element, got []"),
+    ({"inputs": ["a", 7]}, "inputs[1]", "inputs[1] must be a string, got 7"),
+    ({"inputs": ["a", None]}, "inputs[1]", "got null"),
+    ({"inputs": [["a"]]}, "inputs[0]", "must be a string"),
+    ({"input_ids": []}, "input_ids", "at least one element"),
+    ({"input_ids": "5"}, "input_ids", "input_ids must be a list"),
+    ({"input_ids": [1.5]}, "input_ids[0]", "input_ids[0] must be an integer, got 1.5"),
+    ({"input_ids": [True]}, "input_ids[0]", "must be an integer, got true"),
+    ({"input_ids": [5, [6]]}, "input_ids[1]", "must be an integer"),
+    ({"input_ids": [[5], 6]}, "input_ids[1]", "must be a list"),
+    ({"input_ids": [[5], [6, 999]]}, "input_ids[1][1]", "must be an id in [0, 31), got 999"),
+    ({"input_ids": [-1]}, "input_ids[0]", "got -1"),
+    ({"input_ids": [2**70]}, "input_ids[0]", "must be an integer"),
+    ({"inputs": "a", "input": "b"}, "input", "input is not a known field; did you mean inputs?"),
+    ({"inputs": "a", "stream": True}, "stream", "stream must be false or null, got true"),
+    ({"inputs": "a", "stream": "false"}, "stream", 'got "false"'),
+    ({"inputs": "a", "model": 3}, "model", "model must be a string, got 3"),
+    ({"inputs": "a", "timeout": 0}, "timeout", "timeout must be in (0, 86400], got 0"),
+    ({"inputs": "a", "timeout": "1"}, "timeout", "timeout must be a number"),
+    ({"inputs": "a", "parameters": 5}, "parameters", "parameters must be an object"),
+    ({"inputs": "a", "parameters": []}, "parameters", "at least one element"),
+    ({"inputs": "a", "parameters": [{}, {}]}, "parameters", "has 2 entries, but there are 1"),
+    ({"inputs": ["a", "b"], "parameters": [{}]}, "parameters", "has 1 entries, but there are 2"),
+]
+
+PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"top_p": 1.5}, "top_p", "parameters.top_p must be in (0, 1], got 1.5"),
+    ({"top_p": 0}, "top_p", "must be in (0, 1], got 0"),
+    ({"top_p": "0.5"}, "top_p", "must be a number"),
+    ({"top_p": True}, "top_p", "must be a number, got true"),
+    ({"temperature": -1}, "temperature", "must be in (0, 100], got -1"),
+    ({"top_k": -1}, "top_k", "must be at least 0, got -1"),
+    ({"top_k": 1.5}, "top_k", "must be an integer"),
+    ({"seed": 2**53}, "seed", "must be in [0, 9007199254740991], got 9007199254740992"),
+    ({"max_new_tokens": -1}, "max_new_tokens", "must be at least 0"),
+    ({"max_new_tokens": 10**30}, "max_new_tokens", "must be an integer"),
+    ({"truncate": 0}, "truncate", "must be at least 1"),
+    ({"details": 1}, "details", "must be true or false, got 1"),
+    ({"top_n_tokens": 101}, "top_n_tokens", "must be in [0, 100]"),
+    ({"max_tokens": 5}, "max_tokens", "not a known field"),
+    ({"temprature": 1.0}, "temprature", "did you mean temperature?"),
+    ({"num_beams": 4}, "num_beams", "must be 1 or left out (not supported here), got 4"),
+    ({"watermark": True}, "watermark", "must be false or left out"),
+    ({"stop": ["x"]}, "stop", "must be [] or left out"),
+    ({"do_sample": False, "top_k": 3}, "do_sample", "do_sample is false, but top_k would sample"),
+    (
+        {"target_prefix": "HH", "target_prefix_ids": [5]},
+        "target_prefix",
+        "exclude each other",
+    ),
+    ({"target_prefix_ids": [5, 400]}, "target_prefix_ids[1]", "got 400"),
+    ({"target_prefix_ids": ["x"]}, "target_prefix_ids[0]", "must be an integer"),
+]
+
+RAW: list[tuple[bytes, int, str]] = [
+    (b"", 400, "the body is empty"),
+    (b"{", 400, "not valid JSON"),
+    (b'{"inputs": "a"} x', 400, "not valid JSON"),
+    (b'{"inputs": NaN}', 400, "not valid JSON"),
+    (b'{"inputs": "a", "timeout": Infinity}', 400, "not valid JSON"),
+    (b'{"inputs": "a", "timeout": 1e999}', 400, "infinity"),
+    (b'{"inputs": "\\ud800"}', 400, "surrogate"),
+    (b'{"inputs": "\xff"}', 400, "UTF-8"),
+    (b"[" * 5000, 400, "depth"),
+    (b"[]", 422, "the body must be an object, got []"),
+    (b"[" * 1000 + b"]" * 1000, 422, "the body must be an object, got"),
+    (b"null", 422, "the body must be an object"),
+    (b'"hello"', 422, 'the body must be an object, got "hello"'),
+]
+
+
+@pytest.fixture(autouse=True)
+async def next_request_works(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    yield
+    response = await client.post("/generate", json={"inputs": "hello"})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("body", "param", "message"), GENERATE, ids=lambda v: str(v)[:40])
+async def test_a_bad_body_is_refused_by_name(
+    api: Api, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    envelope = await api.refused("/generate", **body)
+    assert envelope["error_type"] == "validation"
+    assert message in envelope["error"]
+    assert envelope["param"] == param
+
+
+@pytest.mark.parametrize(("parameters", "name", "message"), PARAMETERS, ids=lambda v: str(v)[:40])
+async def test_a_bad_parameter_is_refused_by_name(
+    api: Api, parameters: dict[str, Any], name: str, message: str
+) -> None:
+    envelope = await api.refused("/generate", inputs="a", parameters=parameters)
+    assert message in envelope["error"]
+    assert envelope["param"] == f"parameters.{name}"
+    envelope = await api.refused("/generate", inputs=["a", "b"], parameters=[{}, parameters])
+    assert envelope["param"] == f"parameters[1].{name}"
+
+
+@pytest.mark.parametrize(("body", "status", "message"), RAW, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("path", ["/generate", "/logits", "/next", "/tokenize", "/detokenize"])
+async def test_what_is_no_request_is_refused(
+    client: httpx.AsyncClient, path: str, body: bytes, status: int, message: str
+) -> None:
+    response = await client.post(path, content=body)
+    assert response.status_code == status
+    assert message in response.json()["error"]
+
+
+async def test_a_long_value_is_cut_in_the_message(api: Api) -> None:
+    envelope = await api.refused("/generate", inputs="a", model=["x" * 10_000])
+    assert len(envelope["error"]) < 300
+    assert "characters)" in envelope["error"]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "target_ids"])
+async def test_a_million_mistakes_are_refused_for_the_first(api: Api, name: str) -> None:
+    for wrong in ([1.5] * 500_000, [[1.5] * 500_000], [["x"]] * 300_000):
+        body = {"input_ids": [5], name: wrong}
+        envelope = await asyncio.wait_for(api.refused("/logits", **body), 5)
+        assert envelope["error"].startswith(f"{name}[0]")
+
+
+async def test_one_bad_input_refuses_the_whole_list(api: Api) -> None:
+    envelope = await api.refused("/generate", input_ids=[[5], [6], [7, 99]])
+    assert envelope["param"] == "input_ids[2][1]"
+
+
+async def test_too_many_inputs_are_refused(api: Api) -> None:
+    envelope = await api.refused("/generate", inputs=["a"] * 1025)
+    assert "has 1025 entries, at most 1024" in envelope["error"]
+
+
+async def test_any_content_type_is_read_as_json(client: httpx.AsyncClient) -> None:
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=x"):
+        response = await client.post(
+            "/generate", content=b'{"inputs": "hello"}', headers={"content-type": kind}
+        )
+        assert response.status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused(client: httpx.AsyncClient) -> None:
+    response = await client.post("/generate", content=b"x" * (4 * 1024 * 1024 + 1))
+    assert response.status_code == 413
+    assert response.json()["error_type"] == "too_large"
+    assert "4194304 bytes" in response.json()["error"]
+
+
+async def test_a_chunked_body_over_the_limit_is_not_read_to_its_end(
+    client: httpx.AsyncClient,
+) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 100:
+            sent += 1
+            yield b"x" * 1024 * 1024
+
+    response = await client.post("/generate", content=endless())
+    assert response.status_code == 413
+    assert sent < 10

@@ -1,0 +1,17 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# How long an example takes says nothing here: the machine may be training a model beside the tests.
+settings.register_profile("seqserve", deadline=None)
+settings.load_profile("seqserve")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread() -> None:
+    """Models here are tiny: handing their work to threads costs more than it saves."""
+    torch.set_num_threads(1)

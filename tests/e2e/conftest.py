@@ -1,0 +1,99 @@
+"""A real `seqserve serve` process on a free port."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from seqserve import Client
+from tests.builders import make_native_model
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from seqserve.cli import main; main()", "serve"]
+PATIENCE = 60.0
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        url: where it listens.
+        log: what it has written so far.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "--threads", "1", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        with self.process.stderr as lines:
+            for line in lines:
+                self.log.append(line)
+                if found := re.search(r"listens on (http://\S+)", line):
+                    self.url = found[1]
+                    self._listening.set()
+        self._listening.set()
+
+    def wait_until_ready(self) -> None:
+        """Until a model can answer."""
+        assert self._listening.wait(PATIENCE)
+        assert self.url, "".join(self.log)
+        deadline = time.monotonic() + PATIENCE
+        with Client(self.url) as client:
+            while not client.ready():
+                assert self.process.poll() is None, "".join(self.log)
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status, once it has ended by itself."""
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return status
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    server = Server("--port", "0", *arguments)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.process.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_native_model(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="session")
+def server(model: Path) -> Iterator[Server]:
+    with serving("--model", f"tiny={model}") as server:
+        yield server

@@ -1,0 +1,28 @@
+"""The launcher, with and without a server to launch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from seqserve import cli
+
+
+def test_a_bare_sdk_says_how_to_get_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert "service.cli is missing" in str(ended.value)
+    assert "make setup" in str(ended.value)
+
+
+def test_with_a_server_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("service.cli.main", lambda: started.append(True))
+    cli.main()
+    assert started == [True]

@@ -1,0 +1,246 @@
+"""The runner against an engine without tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from model.sequence import Event, TokenEvent
+from seqserve.errors import (
+    DeadlineError,
+    GenerationFailedError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from service.runner import Runner, StepFigures, work_of
+from tests.fake_engine import FakeEngine, row
+
+pytestmark = pytest.mark.anyio
+
+SOON = 5.0
+
+
+@asynccontextmanager
+async def running(engine: FakeEngine, max_queue: int = 100) -> AsyncIterator[Runner]:
+    runner = Runner(engine, max_queue, "fake")
+    runner.start()
+    try:
+        yield runner
+    finally:
+        engine.gate.set()
+        await runner.stop()
+
+
+async def until_it_steps(engine: FakeEngine) -> None:
+    """Wait for the engine thread to begin a step."""
+    await asyncio.to_thread(engine.stepped.wait, SOON)
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [event.token for event in events if isinstance(event, TokenEvent)]
+
+
+async def test_a_request_gets_all_its_events_in_order() -> None:
+    async with running(FakeEngine()) as runner, runner.submitted([row(tokens=4)], SOON) as ticket:
+        assert tokens(await ticket.result()) == [1, 2, 3, 4]
+        assert ticket.began is not None
+        assert ticket.ended is not None
+        assert ticket.submitted <= ticket.ended
+    assert runner.outstanding == 0
+
+
+async def test_works_of_one_request_share_steps_and_keep_apart() -> None:
+    engine = FakeEngine()
+    works = [row(tokens=2), row(tokens=5), row(tokens=1)]
+    async with running(engine) as runner, runner.submitted(works, SOON) as ticket:
+        events = await ticket.result()
+    for work in works:
+        mine = [e for e in events if work_of(e) is work]
+        assert tokens(mine) == list(range(1, work.decoding.max_new_tokens + 1))
+    assert engine.rows_by_step[0] == 3
+
+
+async def test_only_the_engine_thread_calls_the_engine() -> None:
+    engine = FakeEngine()
+    async with running(engine) as runner, runner.submitted([row()], SOON) as ticket:
+        await ticket.result()
+    assert engine.threads == {"engine-fake"}
+
+
+async def test_steps_arrive_one_by_one_for_a_request_that_forwards_them() -> None:
+    async with running(FakeEngine()) as runner, runner.submitted([row(tokens=3)], SOON) as ticket:
+        seen = [tokens(events) async for events in ticket.steps()]
+    assert [token for step in seen for token in step] == [1, 2, 3]
+
+
+async def test_a_whole_answer_wakes_its_request_once() -> None:
+    async with running(FakeEngine()) as runner, runner.submitted([row(tokens=50)], SOON) as ticket:
+        wakes = 0
+        wait = ticket._wait
+
+        async def counted(eager: bool) -> None:
+            nonlocal wakes
+            await wait(eager)
+            wakes += 1
+
+        ticket._wait = counted  # type: ignore[method-assign]
+        await ticket.result()
+    assert wakes == 1
+
+
+async def test_a_request_without_works_is_done_at_once() -> None:
+    async with running(FakeEngine()) as runner, runner.submitted([], SOON) as ticket:
+        assert await ticket.result() == []
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    engine = FakeEngine()
+    async with running(engine, max_queue=3) as runner:
+        with engine.held_up():
+            async with runner.submitted([row(), row()], SOON) as ticket:
+                with pytest.raises(OverloadedError, match="2 of 3") as refused:
+                    async with runner.submitted([row(), row()], SOON):
+                        pass
+                assert refused.value.retry_after
+                assert refused.value.status == 429
+                async with runner.submitted([row()], SOON) as fits:
+                    engine.gate.set()
+                    await fits.result()
+                await ticket.result()
+        async with runner.submitted([row(), row(), row()], SOON) as again:
+            await again.result()
+
+
+async def test_a_passed_deadline_frees_the_row_and_leaves_others_alone() -> None:
+    engine = FakeEngine()
+    slow, other = row(tokens=500), row(tokens=3)
+    async with running(engine) as runner:
+        with engine.held_up():
+            async with runner.submitted([other], SOON) as kept:
+                with pytest.raises(DeadlineError, match=r"0\.05 seconds"):
+                    async with runner.submitted([slow], 0.05) as ticket:
+                        await ticket.result()
+                engine.gate.set()
+                assert tokens(await kept.result()) == [1, 2, 3]
+        assert runner.outstanding == 0
+        async with runner.submitted([row()], SOON) as after:
+            await after.result()
+    assert engine.cancelled == [slow]
+
+
+async def test_leaving_early_cancels_what_is_unfinished() -> None:
+    engine = FakeEngine()
+    long, short = row(tokens=500), row(tokens=1)
+    async with running(engine) as runner:
+        async with runner.submitted([long, short], SOON) as ticket:
+            async for events in ticket.steps():
+                if any(work_of(event) is short for event in events):
+                    break
+        async with runner.submitted([row()], SOON) as after:
+            await after.result()
+        assert runner.engine.running == 0
+    assert engine.cancelled == [long]
+
+
+async def test_one_bad_row_fails_its_request_only() -> None:
+    engine = FakeEngine()
+    engine.poison = {13}
+    async with running(engine) as runner, runner.submitted([row(tokens=4)], SOON) as good:
+        async with runner.submitted([row(src=13), row(tokens=500)], SOON) as bad:
+            with pytest.raises(GenerationFailedError, match="not finite"):
+                await bad.result()
+        assert tokens(await good.result()) == [1, 2, 3, 4]
+
+
+async def test_work_that_can_never_fit_is_refused_and_the_next_runs() -> None:
+    async with running(FakeEngine()) as runner:
+        async with runner.submitted([row(tokens=5000)], SOON) as ticket:
+            with pytest.raises(InvalidRequestError, match="5002 cache positions"):
+                await ticket.result()
+        async with runner.submitted([row()], SOON) as after:
+            assert tokens(await after.result()) == [1, 2, 3]
+
+
+async def test_an_engine_that_breaks_fails_everything_and_takes_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine()
+    async with running(engine) as runner:
+        engine.gate.clear()
+        async with (
+            runner.submitted([row()], SOON) as first,
+            runner.submitted([row(), row()], SOON) as second,
+        ):
+            await until_it_steps(engine)
+            engine.explode = RuntimeError("device lost")
+            engine.gate.set()
+            for ticket in (first, second):
+                with pytest.raises(GenerationFailedError):
+                    await ticket.result()
+        assert not runner.ready
+        with pytest.raises(UnavailableError, match="has failed"):
+            async with runner.submitted([row()], SOON):
+                pass
+    assert "device lost" in caplog.text
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+    engine = FakeEngine()
+    async with running(engine) as runner, runner.submitted([row(tokens=20)], SOON) as ticket:
+        drained = asyncio.create_task(runner.drain(SOON))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            async with runner.submitted([row()], SOON):
+                pass
+        assert len(await ticket.result()) == 20
+        assert await drained
+
+
+async def test_draining_gives_up_after_the_grace_period() -> None:
+    engine = FakeEngine()
+    async with running(engine) as runner:
+        with engine.held_up():
+            async with runner.submitted([row()], SOON) as ticket:
+                assert not await runner.drain(0.05)
+                engine.gate.set()
+                await runner.stop()
+                with pytest.raises(UnavailableError):
+                    await ticket.result()
+
+
+async def test_an_idle_engine_thread_sleeps_and_wakes() -> None:
+    engine = FakeEngine()
+    async with running(engine) as runner:
+        for _ in range(3):
+            async with runner.submitted([row(tokens=2)], SOON) as ticket:
+                await ticket.result()
+            steps = len(engine.rows_by_step)
+            await asyncio.sleep(0.02)
+            assert len(engine.rows_by_step) == steps
+
+
+async def test_many_requests_at_once_each_get_exactly_their_own_answer() -> None:
+    engine = FakeEngine(max_rows=8)
+    async with running(engine, max_queue=1000) as runner:
+
+        async def one(length: int) -> list[int]:
+            async with runner.submitted([row(tokens=length)], SOON) as ticket:
+                return tokens(await ticket.result())
+
+        lengths = [1 + i % 7 for i in range(300)]
+        answers = await asyncio.gather(*(one(length) for length in lengths))
+    assert answers == [list(range(1, length + 1)) for length in lengths]
+    assert max(engine.rows_by_step) == 8
+
+
+async def test_figures_count_rows_of_every_step() -> None:
+    figures = StepFigures(max_rows=4)
+    engine = FakeEngine(max_rows=4, on_step=figures.record)
+    works = [row(tokens=2), row(tokens=1)]
+    async with running(engine) as runner, runner.submitted(works, SOON) as ticket:
+        await ticket.result()
+    assert figures.rows_per_step == [0, 1, 1, 0, 0]

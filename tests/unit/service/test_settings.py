@@ -1,0 +1,95 @@
+"""Settings from the environment and the command line; every one documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from model.config import EngineConfig
+from service.cli import SERVING
+from service.settings import Settings, engine_config, named_directory
+
+DOCS = Path(__file__).parents[3] / "docs" / "settings.md"
+
+
+def test_defaults_listen_only_locally() -> None:
+    settings = Settings()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert list(settings.directories) == ["g2p-en"]
+
+
+def test_the_environment_sets_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQSERVE_PORT", "9000")
+    monkeypatch.setenv("SEQSERVE_MODELS", "a=x/y, z")
+    monkeypatch.setenv("SEQSERVE_MAX_ROWS", "8")
+    settings = Settings(max_rows=16)
+    assert settings.port == 9000
+    assert settings.directories == {"a": Path("x/y"), "z": Path("z")}
+    assert settings.max_rows == 16
+
+
+def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQSERVE_PORT", "")
+    assert Settings().port == 8000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"port": 70000},
+        {"dtype": "int3"},
+        {"timeout": 0},
+        {"models": ()},
+        {"unknown": 1},
+        {"max_inputs": 10, "max_queue": 5},
+    ],
+)
+def test_bad_settings_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "directory"),
+    [
+        ("mine=out/x", "mine", "out/x"),
+        ("out/g2p", "g2p", "out/g2p"),
+        ("out/g2p/", "g2p", "out/g2p"),
+        ("./a=b", "a=b", "./a=b"),
+        ("n=/p/a=b", "n", "/p/a=b"),
+    ],
+)
+def test_models_are_named(text: str, name: str, directory: str) -> None:
+    assert named_directory(text) == (name, Path(directory))
+
+
+@pytest.mark.parametrize("text", ["", "=x", "x="])
+def test_half_a_model_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="NAME=DIR"):
+        named_directory(text)
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two models are called 'x'"):
+        _ = Settings(models=("a/x", "b/x")).directories
+
+
+@pytest.mark.parametrize(
+    ("given", "path"), [("", ""), ("/", ""), ("nlp", "/nlp"), ("/a/b/", "/a/b")]
+)
+def test_root_paths_begin_with_a_slash_and_end_without(given: str, path: str) -> None:
+    assert Settings(root_path=given).root_path == path
+
+
+def test_the_engine_gets_its_share() -> None:
+    config = engine_config(Settings(max_rows=3, max_cache_tokens=77))
+    assert config == EngineConfig(max_rows=3, max_cache_tokens=77)
+
+
+def test_every_setting_and_option_is_documented() -> None:
+    text = DOCS.read_text()
+    for option in SERVING:
+        assert f"`{option.typed}`" in text, option.typed
+        assert f"`SEQSERVE_{option.name.upper()}`" in text, option.name

@@ -1,0 +1,60 @@
+"""Who may import whom: `service` knows HTTP, `model` knows tensors, `seqserve` knows neither."""
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OURS = {"model", "service", "seqserve"}
+# Imported by name, and guaranteed by the dependency that is built on them.
+COMES_WITH = {"annotated_types": "pydantic", "starlette": "fastapi"}
+
+
+def imports(package: str, *, at_once: bool = False) -> set[str]:
+    """What a package's files import: anywhere in them, or only on being imported themselves."""
+    found: set[str] = set()
+    for path in (ROOT / package).rglob("*.py"):
+        tree = ast.parse(path.read_text(), path)
+        for node in tree.body if at_once else ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module, f"{path}: relative import"
+                found.add(node.module)
+    return found
+
+
+def packages(modules: set[str]) -> set[str]:
+    """The packages, ours or installed, that modules belong to."""
+    names = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    return {COMES_WITH.get(name, name) for name in names}
+
+
+def declared(*lists: list[str]) -> set[str]:
+    return {requirement.split(">=")[0].replace("-", "_") for each in lists for requirement in each}
+
+
+def test_model_imports_nothing_of_ours_but_the_parameters() -> None:
+    ours = {module for module in imports("model") if packages({module}) & {"seqserve", "service"}}
+    assert ours <= {"seqserve.parameters"}
+
+
+def test_model_knows_no_http() -> None:
+    assert not packages(imports("model")) & {"fastapi", "httpx", "uvicorn"}
+
+
+def test_the_sdk_imports_no_model_and_no_service() -> None:
+    assert packages(imports("seqserve")) & OURS <= {"seqserve"}
+
+
+def test_the_sdk_needs_only_its_own_dependencies_to_be_imported() -> None:
+    needed = packages(imports("seqserve", at_once=True)) - OURS
+    assert needed <= declared(PROJECT["dependencies"])
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    imported = set().union(*(packages(imports(package)) for package in OURS)) - OURS
+    extras = PROJECT["optional-dependencies"]
+    assert imported <= declared(PROJECT["dependencies"], extras["server"])

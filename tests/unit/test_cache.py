@@ -1,0 +1,219 @@
+"""Pools that grow, shrink and reorder; what rows see of each other, which is nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.cache import LENGTH_BLOCK, CacheShape, Pool, Sharing, SourceCache, TargetCache
+from model.layers import MultiHeadAttention
+
+CPU = torch.device("cpu")
+SHAPE = CacheShape(layers=2, heads=3, head_dim=4, device=CPU, dtype=torch.float32)
+
+
+def join(pool: Pool, length: int, value: float) -> None:
+    """A row of `length` positions that all hold `value`."""
+    row = pool.rows
+    pool.reserve(row + 1, length)
+    pool.tensor[:, :, row, :, :length] = value
+    pool.lengths.append(length)
+
+
+def contents(pool: Pool) -> list[list[float]]:
+    """What each row holds; the same in every layer, head and element, keys and values."""
+    rows = []
+    for row, length in enumerate(pool.lengths):
+        used = pool.tensor[:, :, row, :, :length]
+        assert used.eq(used[:1, :1, :1, :, :1]).all()
+        rows.append(used[0, 0, 0, :, 0].tolist())
+    return rows
+
+
+# --- pools -------------------------------------------------------------------------------------
+
+
+def test_an_empty_pool_holds_no_memory() -> None:
+    assert Pool(SHAPE).tensor.numel() == 0
+
+
+def test_memory_is_released_when_the_last_row_leaves() -> None:
+    pool = Pool(SHAPE)
+    for _ in range(5):
+        join(pool, 100, 1.0)
+    assert pool.tensor.numel() > 0
+    pool.keep([3])
+    assert pool.tensor.numel() > 0
+    pool.keep([])
+    assert pool.tensor.numel() == 0
+    assert pool.rows == pool.longest == 0
+    join(pool, 2, 7.0)  # and it can be used again
+    assert contents(pool) == [[7.0, 7.0]]
+
+
+def test_lengths_grow_in_blocks_and_contents_stay() -> None:
+    pool = Pool(SHAPE)
+    join(pool, 1, 1.0)
+    assert pool.tensor.shape[4] == LENGTH_BLOCK
+    for length in (LENGTH_BLOCK, LENGTH_BLOCK + 1, 3 * LENGTH_BLOCK + 1):
+        join(pool, length, float(length))
+    assert pool.tensor.shape[4] == 4 * LENGTH_BLOCK
+    assert contents(pool)[0] == [1.0]
+    assert contents(pool)[2] == [LENGTH_BLOCK + 1.0] * (LENGTH_BLOCK + 1)
+
+
+def test_rows_that_come_one_by_one_are_copied_seldom() -> None:
+    pool = Pool(SHAPE)
+    tensors = set()
+    for _ in range(64):
+        join(pool, 1, 1.0)
+        tensors.add(pool.tensor.data_ptr())
+    assert len(tensors) <= 7  # 1, 2, 4, ... 64
+    assert pool.tensor.shape[2] == 64
+
+
+@pytest.mark.parametrize(
+    "kept", [[0, 1, 2, 3], [3, 1, 2], [1], [3, 2, 1, 0], [0, 3], [2, 0, 3, 1], []]
+)
+def test_kept_rows_take_their_new_order(kept: list[int]) -> None:
+    pool = Pool(SHAPE)
+    for row in range(4):
+        join(pool, row + 1, 10.0 + row)
+    pool.keep(kept)
+    assert pool.lengths == [row + 1 for row in kept]
+    assert contents(pool) == [[10.0 + row] * (row + 1) for row in kept]
+
+
+def test_a_slot_that_was_left_holds_nothing_of_its_last_user() -> None:
+    # A NaN behind a mask is still a NaN: zero weight times NaN.
+    pool = Pool(SHAPE)
+    join(pool, 2, 1.0)
+    join(pool, 9, float("nan"))
+    join(pool, 3, 2.0)
+    pool.keep([0, 2])
+    join(pool, 1, 3.0)
+    assert contents(pool) == [[1.0] * 2, [2.0] * 3, [3.0]]
+    assert pool.tensor.isfinite().all()
+
+
+def test_pools_follow_any_history() -> None:
+    draw = random.Random(0)
+    pool = Pool(SHAPE)
+    expected: list[list[float]] = []
+    for step in range(300):
+        if expected and draw.random() < 0.4:
+            kept = draw.sample(range(len(expected)), draw.randint(0, len(expected)))
+            pool.keep(kept)
+            expected = [expected[row] for row in kept]
+        else:
+            length = draw.choice([0, 1, 5, LENGTH_BLOCK, LENGTH_BLOCK + 3])
+            join(pool, length, float(step))
+            expected.append([float(step)] * length)
+        assert contents(pool) == expected
+
+
+# --- targets -----------------------------------------------------------------------------------
+
+
+def test_a_step_writes_each_row_where_that_row_ends() -> None:
+    cache = TargetCache(SHAPE)
+    cache.join(2, 3)
+    cache.joined([3, 1])
+    layers, mask, positions = cache.next_position()
+    assert positions.tolist() == [[3], [1]]
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    new = torch.arange(2.0 * 3 * 4).reshape(2, 3, 1, 4) + 1
+    keys, values = layers[1].extend(new, -new)
+    assert keys.shape == (2, 3, 4, 4)  # rows, heads, longest + 1, head_dim
+    assert torch.equal(keys[0, :, 3], new[0, :, 0])
+    assert torch.equal(keys[1, :, 1], new[1, :, 0])
+    assert torch.equal(values[0, :, 3], -new[0, :, 0])
+    assert keys[1, :, 2:].eq(0).all()
+    cache.advance()
+    assert cache.pool.lengths == [4, 2]
+
+
+def test_a_step_that_is_not_advanced_can_be_taken_again() -> None:
+    cache = TargetCache(SHAPE)
+    cache.join(1, 2)
+    cache.joined([2])
+    first = torch.ones(1, 3, 1, 4)
+    for new in (first, 2 * first):
+        layers, _, positions = cache.next_position()
+        keys, _ = layers[0].extend(new, new)
+        assert positions.tolist() == [[2]]
+        assert torch.equal(keys[:, :, 2:], new)
+
+
+# --- sources -----------------------------------------------------------------------------------
+
+
+def test_rows_in_slot_order_need_no_regrouping() -> None:
+    assert Sharing.of([0, 1, 2], CPU) is None
+    assert Sharing.of([0, 0, 1], CPU) is not None
+    assert Sharing.of([1, 0], CPU) is not None
+
+
+def join_sources(cache: SourceCache, sources: list[Tensor], slots: list[int]) -> None:
+    """Sources ``[heads, src, head_dim]``, the same in every layer; keys equal values."""
+    lengths = [source.shape[1] for source in sources]
+    padded = torch.full((len(sources), 3, max(1, *lengths), 4), 9.0)
+    for row, source in enumerate(sources):
+        padded[row, :, : source.shape[1]] = source
+    cache.join([(padded, padded)] * SHAPE.layers, lengths, slots)
+
+
+@torch.no_grad()
+def test_rows_of_one_source_see_what_rows_of_copies_see() -> None:
+    torch.manual_seed(0)
+    cross = MultiHeadAttention(12, 3)
+    sources = [torch.randn(3, length, 4) for length in (5, 2, 7)]
+    for slots in ([0, 0, 1, 2, 2, 2], [2, 0, 1, 0, 0, 2], [1, 0, 2], [0, 1, 2]):
+        x = torch.randn(len(slots), 1, 12)
+        shared, copied = SourceCache(SHAPE), SourceCache(SHAPE)
+        join_sources(shared, sources, slots)
+        join_sources(copied, [sources[slot] for slot in slots], list(range(len(slots))))
+        assert shared.pool.rows == 3
+        for one, other in zip(shared.layers(), copied.layers(), strict=True):
+            found, expected = one.attend(cross, x), other.attend(cross, x)
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_several_queries_a_row_may_share_a_source() -> None:
+    torch.manual_seed(0)
+    cross = MultiHeadAttention(12, 3)
+    sources = [torch.randn(3, length, 4) for length in (4, 6)]
+    slots = [1, 0, 1]
+    shared, copied = SourceCache(SHAPE), SourceCache(SHAPE)
+    join_sources(shared, sources, slots)
+    join_sources(copied, [sources[slot] for slot in slots], [0, 1, 2])
+    x = torch.randn(3, 5, 12)
+    found = shared.layers()[0].attend(cross, x)
+    torch.testing.assert_close(found, copied.layers()[0].attend(cross, x), atol=1e-6, rtol=1e-5)
+
+
+def test_a_slot_lives_as_long_as_a_row_uses_it() -> None:
+    cache = SourceCache(SHAPE)
+    join_sources(cache, [torch.ones(3, 2, 4), 2 * torch.ones(3, 5, 4)], [0, 0, 1])
+    cache.keep([1, 2])
+    assert (cache.slots, cache.pool.lengths) == ([0, 1], [2, 5])
+    cache.keep([1])
+    assert (cache.slots, cache.pool.lengths) == ([0], [5])
+    assert cache.layers()[0].keys.eq(2).all()
+    cache.keep([])
+    assert cache.pool.tensor.numel() == 0
+
+
+@torch.no_grad()
+def test_an_empty_source_yields_what_attending_to_nothing_yields() -> None:
+    torch.manual_seed(0)
+    cross = MultiHeadAttention(12, 3)
+    cache = SourceCache(SHAPE)
+    join_sources(cache, [torch.zeros(3, 0, 4), torch.randn(3, 4, 4)], [0, 1])
+    found = cache.layers()[0].attend(cross, torch.randn(2, 1, 12))
+    torch.testing.assert_close(found[0, 0], cross.output.bias)
+    assert not torch.allclose(found[1, 0], cross.output.bias, atol=0.01)

@@ -1,0 +1,378 @@
+"""Each part of the Transformer against numbers worked out by hand and against torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.layers import (
+    BesselLayerNorm,
+    Dropout,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    MultiHeadAttention,
+    NormalizedResidual,
+    PostNorm,
+    PreNorm,
+    SinusoidalPositions,
+    attention,
+    attention_weights,
+    causal_mask,
+    padding_mask,
+    sinusoidal_table,
+)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-5)
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+def test_sinusoidal_table_equals_hand_computed_values() -> None:
+    table = sinusoidal_table(3, 4)
+    # Frequencies 1 and 1 / 10000^(2/4) = 0.01; sine, cosine, sine, cosine.
+    expected = [
+        [0.0, 1.0, 0.0, 1.0],
+        [0.8414709848, 0.5403023059, 0.0099998333, 0.9999500004],
+        [0.9092974268, -0.4161468365, 0.0199986667, 0.9998000067],
+    ]
+    close(table, torch.tensor(expected))
+
+
+def test_sinusoidal_table_of_odd_width_ends_on_a_sine() -> None:
+    table = sinusoidal_table(5, 5)
+    assert table.shape == (5, 5)
+    close(table[:, 4], torch.tensor([math.sin(p / 10000 ** (4 / 5)) for p in range(5)]))
+
+
+def test_sinusoidal_table_is_exact_at_positions_far_out() -> None:
+    table = sinusoidal_table(100_001, 6)
+    for p in (4_096, 65_537, 100_000):
+        angles = [p / 10000 ** (2 * i / 6) for i in range(3)]
+        expected = [f(angle) for angle in angles for f in (math.sin, math.cos)]
+        close(table[p], torch.tensor(expected))
+
+
+def test_sinusoidal_table_takes_another_base() -> None:
+    close(sinusoidal_table(2, 4, base=100.0)[1, 2], torch.tensor(math.sin(0.1)))
+
+
+def test_positions_are_looked_up_row_by_row() -> None:
+    positions = SinusoidalPositions(8, 4)
+    found = positions(torch.tensor([[0, 3], [5, 1]]))
+    table = sinusoidal_table(8, 4)
+    assert torch.equal(found, torch.stack([table[[0, 3]], table[[5, 1]]]))
+
+
+def test_position_table_is_real_and_unsaved_also_in_a_sketched_model() -> None:
+    with torch.device("meta"):
+        positions = SinusoidalPositions(8, 4)
+    assert positions.table.device.type == "cpu"
+    assert positions.state_dict() == {}
+
+
+def test_embedding_scales_tokens_and_adds_positions_counted_from_zero() -> None:
+    tokens = nn.Embedding(3, 2)
+    with torch.no_grad():
+        tokens.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    embedding = Embedding(tokens, SinusoidalPositions(4, 2), scale=10.0)
+    found = embedding(torch.tensor([[2, 0]]))
+    expected = [[[50 + 0.0, 60 + 1.0], [10 + math.sin(1), 20 + math.cos(1)]]]
+    close(found, torch.tensor(expected))
+
+
+def test_embedding_takes_positions_of_its_own_for_each_row() -> None:
+    embedding = Embedding(nn.Embedding(5, 4), SinusoidalPositions(9, 4))
+    whole = embedding(torch.tensor([[1, 2, 3, 4]]))
+    step = embedding(torch.tensor([[3], [2]]), torch.tensor([[2], [1]]))
+    assert torch.equal(step[:, 0], whole[0, [2, 1]])
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def test_attention_equals_a_hand_computed_example() -> None:
+    query = torch.tensor([[[[1.0, 0.0]]]])
+    key = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])
+    value = torch.tensor([[[[10.0, 0.0], [0.0, 20.0]]]])
+    # Scores 1/sqrt(2) and 0; softmax e^0.7071 / (e^0.7071 + 1) = 0.66976.
+    first = math.exp(1 / math.sqrt(2)) / (math.exp(1 / math.sqrt(2)) + 1)
+    close(attention_weights(query, key), torch.tensor([[[[first, 1 - first]]]]))
+    close(attention(query, key, value), torch.tensor([[[[10 * first, 20 * (1 - first)]]]]))
+
+
+def test_attention_weights_sum_to_one() -> None:
+    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8)
+    mask = torch.rand(2, 1, 4, 6) > 0.4
+    mask[..., 0] = True
+    for chosen in (None, mask):
+        weights = attention_weights(query, key, chosen)
+        assert weights.min() >= 0
+        close(weights.sum(-1), torch.ones(2, 3, 4))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_both_ways_to_attend_agree(masked: bool) -> None:
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (4, 6, 6))
+    mask = (torch.rand(2, 1, 4, 6) > 0.5) if masked else None
+    spelled_out = attention_weights(query, key, mask) @ value
+    close(attention(query, key, value, mask), spelled_out)
+    reference = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    close(attention(query, key, value, mask), reference)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_without_any_key_yields_zeros(queries: int, dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(2, 2, n, 16, dtype=dtype) for n in (queries, 6, 6))
+    mask = torch.ones(2, 1, queries, 6, dtype=torch.bool)
+    mask[1] = False
+    assert not attention_weights(query, key, mask)[1].any()
+    found = attention(query, key, value, mask)
+    assert not found[1].any()
+    assert found[0].isfinite().all()
+    assert found[0].any()
+
+
+def test_training_dropout_keeps_a_row_without_any_key_zero_and_its_gradient_finite() -> None:
+    query, key, value = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    found = attention(query, key, value, mask, Dropout(0.5).train())
+    assert not found.any()
+    found.sum().backward()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
+
+
+def test_causal_mask_allows_the_past_and_the_present() -> None:
+    assert causal_mask(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_padding_mask_allows_keys_before_each_length() -> None:
+    mask = padding_mask(torch.tensor([2, 0, 3]), 3)
+    assert mask.shape == (3, 1, 1, 3)
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+
+
+def test_masked_keys_have_no_influence() -> None:
+    query, key, value = (torch.randn(2, 2, n, 4) for n in (3, 5, 5))
+    mask = padding_mask(torch.tensor([3, 5]), 5)
+    before = attention(query, key, value, mask)
+    key[0, :, 3:], value[0, :, 3:] = 100.0, -100.0
+    assert torch.equal(attention(query, key, value, mask), before)
+    key[0, :, 2:] += 1.0  # a key that the mask shows does matter
+    assert not torch.equal(attention(query, key, value, mask)[0], before[0])
+
+
+def torch_attention(ours: MultiHeadAttention, dim: int, bias: bool) -> nn.MultiheadAttention:
+    theirs = nn.MultiheadAttention(dim, ours.heads, bias=bias, batch_first=True)
+    with torch.no_grad():
+        parts = (ours.query, ours.key, ours.value)
+        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        theirs.out_proj.weight.copy_(ours.output.weight)
+        if bias:
+            theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+            theirs.out_proj.bias.copy_(ours.output.bias)
+    return theirs
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_multi_head_attention_equals_torchs_own(bias: bool) -> None:
+    ours = MultiHeadAttention(12, 3, bias=bias)
+    theirs = torch_attention(ours, 12, bias)
+    x, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    lengths = torch.tensor([4, 7])
+    with torch.no_grad():
+        # self
+        found = ours(x, *ours.keys_values(x), None)
+        close(found, theirs(x, x, x, need_weights=False)[0], atol=1e-5)
+        # masked self
+        found = ours(x, *ours.keys_values(x), causal_mask(5))
+        expected = theirs(x, x, x, attn_mask=~causal_mask(5), need_weights=False)[0]
+        close(found, expected, atol=1e-5)
+        # cross, with another length and padding
+        mask = padding_mask(lengths, 7)
+        found = ours(x, *ours.keys_values(memory), mask)
+        hidden = ~mask[:, 0, 0]
+        expected = theirs(x, memory, memory, key_padding_mask=hidden, need_weights=False)[0]
+        close(found, expected, atol=1e-5)
+
+
+def test_one_head_of_identity_projections_is_plain_attention() -> None:
+    layer = MultiHeadAttention(2, 1, bias=False)
+    with torch.no_grad():
+        for part in (layer.query, layer.key, layer.value, layer.output):
+            part.weight.copy_(torch.eye(2))
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    first = math.exp(1 / math.sqrt(2)) / (math.exp(1 / math.sqrt(2)) + 1)
+    close(layer(x, *layer.keys_values(x), None)[0, 0], torch.tensor([first, 1 - first]))
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(10, 3), (10, 0), (10, -2), (2, 4)])
+def test_width_must_be_a_multiple_of_heads(dim: int, heads: int) -> None:
+    with pytest.raises(ValueError, match=f"dim {dim} and heads {heads}"):
+        MultiHeadAttention(dim, heads)
+
+
+# --- feed-forward and norms --------------------------------------------------------------------
+
+
+def test_feed_forward_equals_a_hand_computed_example() -> None:
+    layer = FeedForward(2, 3)
+    with torch.no_grad():
+        layer.expand.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
+        layer.expand.bias.copy_(torch.tensor([0.0, -1.0, 0.5]))
+        layer.contract.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 1.0]]))
+        layer.contract.bias.copy_(torch.tensor([0.5, 0.0]))
+    # [2, 3] -> relu [2, 2, -4.5] = [2, 2, 0] -> [2 + 4 + 0.5, -2]
+    close(layer(torch.tensor([[[2.0, 3.0]]])), torch.tensor([[[6.5, -2.0]]]))
+
+
+def test_layer_norm_follows_its_formula() -> None:
+    norm = LayerNorm(4)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        norm.bias.fill_(0.5)
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])  # mean 3, variance (4 + 1 + 0 + 9) / 4 = 3.5
+    scale = math.sqrt(3.5 + 1e-5)
+    expected = [1 * -2 / scale + 0.5, 2 * -1 / scale + 0.5, 0.5, 4 * 3 / scale + 0.5]
+    close(norm(x), torch.tensor(expected))
+
+
+def test_bessel_layer_norm_divides_by_dim_less_one_and_adds_eps_to_the_deviation() -> None:
+    norm = BesselLayerNorm(4, eps=0.1)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        norm.bias.fill_(0.5)
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])  # mean 3, std sqrt((4 + 1 + 0 + 9) / 3)
+    scale = math.sqrt(14 / 3) + 0.1
+    expected = [1 * -2 / scale + 0.5, 2 * -1 / scale + 0.5, 0.5, 4 * 3 / scale + 0.5]
+    close(norm(x), torch.tensor(expected))
+
+
+def test_bessel_layer_norm_of_equal_elements_is_its_bias() -> None:
+    norm = BesselLayerNorm(3)
+    with torch.no_grad():
+        norm.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    close(norm(torch.full((2, 3), 7.0)), torch.tensor([[1.0, 2.0, 3.0]] * 2))
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+def test_dropout_zeroes_its_share_and_scales_the_rest(p: float) -> None:
+    x = torch.ones(100_003)
+    found = Dropout(p).train()(x)
+    dropped = (found == 0).float().mean().item()
+    step = round(p * 256) / 256
+    assert dropped == pytest.approx(step, abs=5 * math.sqrt(p * (1 - p) / 100_003))
+    close(found[found != 0], torch.full_like(found[found != 0], 1 / (1 - step)))
+    assert found.mean().item() == pytest.approx(1.0, abs=0.03)
+
+
+def test_dropout_draws_anew_and_independently_of_position() -> None:
+    layer = Dropout(0.5).train()
+    first, second = layer(torch.ones(4096)) != 0, layer(torch.ones(4096)) != 0
+    for one, other in ((first, second), (first[1:], first[:-1]), (first[8:], first[:-8])):
+        agreement = (one == other).float().mean().item()
+        assert agreement == pytest.approx(0.5, abs=0.05)
+
+
+def test_dropout_is_off_in_evaluation_and_without_probability() -> None:
+    x = torch.randn(3, 5)
+    assert Dropout(0.5).eval()(x) is x
+    assert Dropout(0.0).train()(x) is x
+
+
+def test_dropout_passes_gradients_where_it_passes_values() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    found = Dropout(0.5).train()(x)
+    found.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, found.detach())
+
+
+def test_dropout_next_to_one_stays_finite() -> None:
+    found = Dropout(0.999).train()(torch.ones(10_000))
+    assert found.isfinite().all()
+    assert 0 < (found != 0).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
+def test_dropout_refuses_what_is_no_probability(p: float) -> None:
+    with pytest.raises(ValueError, match="dropout"):
+        Dropout(p)
+
+
+def test_dropout_keeps_the_dtype() -> None:
+    assert Dropout(0.3).train()(torch.ones(7, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+# --- residuals ---------------------------------------------------------------------------------
+
+
+class Halve(nn.Module):
+    """Stands in for a norm, so that where it is applied can be read off a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def test_residual_arrangements_differ_in_what_is_normalised() -> None:
+    x = torch.tensor([8.0])
+
+    def plus_one(h: Tensor) -> Tensor:
+        return h + 1
+
+    assert PreNorm(Halve())(x, plus_one).item() == 8 + (4 + 1)
+    assert PostNorm(Halve())(x, plus_one).item() == (8 + 9) / 2
+    assert NormalizedResidual(Halve())(x, plus_one).item() == 4 + (4 + 1)
+
+
+@pytest.mark.parametrize("arrangement", [PreNorm, NormalizedResidual, PostNorm])
+def test_residuals_drop_only_the_branch(
+    arrangement: type[PreNorm] | type[NormalizedResidual] | type[PostNorm],
+) -> None:
+    layer = arrangement(nn.Identity(), 0.5).train()
+    found = layer(torch.ones(1000), lambda h: h)
+    assert sorted(set(found.tolist())) == [1.0, 3.0]  # what skips the sub-layer is never dropped
+
+
+# --- half precision ----------------------------------------------------------------------------
+
+
+def test_layers_in_bfloat16_stay_near_float32_and_in_their_dtype() -> None:
+    x = torch.randn(2, 5, 16)
+    embedding = Embedding(nn.Embedding(9, 16), SinusoidalPositions(8, 16), 4.0)
+    self_attention = MultiHeadAttention(16, 4)
+    feed_forward = FeedForward(16, 32)
+    norms = (LayerNorm(16), BesselLayerNorm(16))
+    ids = torch.tensor([[1, 2, 3]])
+
+    def outputs(x: Tensor) -> list[Tensor]:
+        attended = self_attention(x, *self_attention.keys_values(x), causal_mask(5))
+        return [embedding(ids), attended, feed_forward(x), *(norm(x) for norm in norms)]
+
+    with torch.no_grad():
+        expected = outputs(x)
+        for layer in (embedding, self_attention, feed_forward, *norms):
+            # buffers stay float32, as the loader leaves them
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.bfloat16()
+        found = outputs(x.bfloat16())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other, atol=0.05, rtol=0.05)

@@ -1,0 +1,327 @@
+"""Decoding with a cache equals the full pass; rows never see each other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import model.steppers
+from model.cache import LENGTH_BLOCK
+from model.config import EngineConfig
+from model.families.seqserve import TransformerConfig, spec
+from model.layers import padding_mask
+from model.loader import load_model
+from model.sequence import Decoding, Forward
+from model.sequence import Sequence as Row
+from model.steppers import CachedStepper, ResubmittingStepper, distinct, pad_rows
+from model.transformer import Transformer
+from tests.builders import TINY, lively_network, make_tutorial_model
+
+VOCAB = 23
+CONFIG = TransformerConfig(VOCAB, VOCAB, **{**TINY, "max_src": 200, "max_tgt": 200})
+NETWORK = lively_network(CONFIG, seed=5)
+SPEC = spec(CONFIG)
+DECODING = Decoding(max_new_tokens=1000)
+
+
+def stepper(network: Transformer = NETWORK) -> CachedStepper:
+    return CachedStepper(network, SPEC, EngineConfig())
+
+
+def row(src: list[int], prefix: list[int]) -> Row:
+    return Row(src=src, prefix=[1, *prefix], decoding=DECODING)
+
+
+def random_row(draw: random.Random, longest: int = 9) -> Row:
+    def ids(least: int) -> list[int]:
+        return [draw.randrange(4, VOCAB) for _ in range(draw.randint(least, longest))]
+
+    return row([*ids(0), 2], ids(0))
+
+
+@torch.no_grad()
+def full_pass(of: Row) -> Tensor:
+    """The last position's logits of an unpadded full pass over everything decoded so far."""
+    logits, _ = NETWORK(torch.tensor([of.src]), torch.tensor([of.target]), src_lengths=None)
+    return logits[0, -1]
+
+
+def check_step(cached: CachedStepper, rows: list[Row]) -> None:
+    """Step, compare every row with its full pass, and let rows grow by their likeliest token."""
+    with torch.inference_mode():
+        logits = cached.step(rows)
+    assert logits.shape == (len(rows), VOCAB)
+    for r, found in zip(rows, logits, strict=True):
+        torch.testing.assert_close(found, full_pass(r), atol=1e-4, rtol=1e-5)
+    for r, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+        r.tokens.append(token)
+
+
+@torch.inference_mode()
+def join(cached: CachedStepper, rows: list[Row]) -> None:
+    cached.join(rows)
+
+
+@torch.inference_mode()
+def keep(cached: CachedStepper, rows: list[int]) -> None:
+    cached.keep(rows)
+
+
+# --- cached decoding ---------------------------------------------------------------------------
+
+
+def test_each_cached_step_equals_its_row_of_the_full_pass() -> None:
+    draw = random.Random(1)
+    cached, rows = stepper(), [random_row(draw) for _ in range(7)]
+    join(cached, rows)
+    for _ in range(12):
+        check_step(cached, rows)
+    assert len({tuple(r.tokens) for r in rows}) == 7  # the answers vary
+    assert sum(len(set(r.tokens)) for r in rows) > 7 * 3
+
+
+def test_one_pass_over_a_whole_target_equals_its_cached_steps() -> None:
+    draw = random.Random(2)
+    cached, rows = stepper(), [random_row(draw) for _ in range(5)]
+    join(cached, rows)
+    steps = []
+    with torch.inference_mode():
+        for _ in range(8):
+            logits = cached.step(rows)
+            steps.append(logits)
+            for r, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+                r.tokens.append(token)
+        passes = [Forward(r.src, r.target[:-1], positions="all") for r in rows]
+        whole = cached.forward(passes)
+    for i, (r, logits) in enumerate(zip(rows, whole, strict=True)):
+        found = torch.stack([step[i] for step in steps])
+        expected = logits[len(r.prefix) - 1 :]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_that_join_leave_and_change_places_equal_their_full_pass(seed: int) -> None:
+    draw = random.Random(seed)
+    cached = stepper()
+    rows: list[Row] = []
+    for _ in range(14):
+        if draw.random() < 0.5 or not rows:
+            new = [random_row(draw) for _ in range(draw.randint(1, 4))]
+            if draw.random() < 0.5:  # two rows of one source, their targets apart
+                new.append(row(new[0].src, [draw.randrange(4, VOCAB)]))
+            draw.shuffle(new)
+            join(cached, new)
+            rows += new
+        if draw.random() < 0.5:
+            kept = draw.sample(range(len(rows)), draw.randint(0, len(rows)))
+            keep(cached, kept)
+            rows = [rows[i] for i in kept]
+        if rows:
+            check_step(cached, rows)
+
+
+def test_targets_over_several_blocks_of_cache_equal_their_full_pass() -> None:
+    draw = random.Random(3)
+    cached = stepper()
+    rows = [row([5, 6, 2], []), row([7, 2], [4] * (2 * LENGTH_BLOCK - 3)), random_row(draw)]
+    join(cached, rows)
+    for _ in range(6):
+        check_step(cached, rows)
+    assert cached.targets.pool.longest > 2 * LENGTH_BLOCK
+    late = [row([9, 9, 2], [5] * 3)]
+    join(cached, late)
+    check_step(cached, rows + late)
+
+
+def test_sources_over_several_blocks_of_cache_equal_their_full_pass() -> None:
+    draw = random.Random(4)
+    cached, rows = stepper(), [random_row(draw), row([5, 6, 7] * LENGTH_BLOCK + [2], [])]
+    join(cached, rows[:1])
+    check_step(cached, rows[:1])
+    join(cached, rows[1:])
+    for _ in range(3):
+        check_step(cached, rows)
+
+
+def test_rows_of_one_source_share_its_slot_and_answer_as_with_copies() -> None:
+    src = [5, 9, 6, 2]
+    shared, rows = stepper(), [row(src, [i]) for i in (4, 5, 6)]
+    join(shared, rows)
+    assert shared.sources.pool.rows == 1
+    separate, copies = stepper(), [row(src, [i]) for i in (4, 5, 6)]
+    for copy in copies:  # joined one by one, each brings a slot of its own
+        join(separate, [copy])
+    assert separate.sources.pool.rows == 3
+    with torch.inference_mode():
+        found, expected = shared.step(rows), separate.step(copies)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_empty_source_disturbs_nobody() -> None:
+    cached, rows = stepper(), [row([], []), row([5, 6, 2], [7])]
+    join(cached, rows)
+    with torch.inference_mode():
+        logits = cached.step(rows)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[1], full_pass(rows[1]), atol=1e-4, rtol=1e-5)
+
+
+def test_a_batch_of_nothing_but_empty_sources_answers() -> None:
+    cached, rows = stepper(), [row([], []), row([], [5])]
+    join(cached, rows)
+    with torch.inference_mode():
+        assert cached.step(rows).isfinite().all()
+
+
+def test_a_requeued_row_goes_on_from_the_tokens_it_has() -> None:
+    draw = random.Random(6)
+    cached, rows = stepper(), [random_row(draw) for _ in range(3)]
+    join(cached, rows)
+    for _ in range(4):
+        check_step(cached, rows)
+    again = stepper()  # the tokens are replayed as a prefix
+    join(again, rows)
+    for _ in range(3):
+        check_step(again, rows)
+
+
+def test_an_idle_stepper_holds_no_cache() -> None:
+    cached, rows = stepper(), [row([5, 2], []), row([6, 2], [])]
+    join(cached, rows)
+    check_step(cached, rows)
+    keep(cached, [])
+    assert cached.targets.pool.tensor.numel() == 0
+    assert cached.sources.pool.tensor.numel() == 0
+    join(cached, rows[:1])
+    check_step(cached, rows[:1])
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_row_of_nan_harms_neither_its_mates_nor_whoever_takes_its_place(side: str) -> None:
+    network = lively_network(CONFIG, seed=5)
+    stack: Any = network.encoder if side == "source" else network.decoder
+    with torch.no_grad():
+        stack.embedding.tokens.weight[22] = torch.nan
+    cached = stepper(network)
+    bad = row([22] * 9 + [2], []) if side == "source" else row([5, 2], [22] * 9)
+    rows = [row([5, 6, 2], [4]), bad]
+    join(cached, rows)
+    with torch.inference_mode():
+        logits = cached.step(rows)
+    assert not logits[1].isfinite().any()
+    torch.testing.assert_close(logits[0], full_pass(rows[0]), atol=1e-4, rtol=1e-5)
+    rows[0].tokens.append(7)
+    keep(cached, [0])
+    rows = [rows[0], row([7, 2], [])]
+    join(cached, rows[1:])
+    for _ in range(3):
+        check_step(cached, rows)
+
+
+# --- the tests above are sharp -----------------------------------------------------------------
+
+
+def no_mask(lengths: Tensor, max_length: int) -> Tensor:
+    return torch.ones_like(padding_mask(lengths, max_length))
+
+
+@pytest.mark.parametrize("place", ["model.cache", "model.steppers"])
+def test_without_padding_masks_rows_see_each_other(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{place}.padding_mask", no_mask)
+    rows = [row([5, 6, 2], []), row([7, 8, 9, 10, 11, 2], [4, 5, 6])]
+    cached = stepper()
+    join(cached, rows)
+    with pytest.raises(AssertionError, match="not close"):
+        check_step(cached, rows)
+
+
+def test_without_the_causal_mask_prefixes_see_their_future(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def see_all(length: int, device: torch.device | None = None) -> Tensor:
+        return torch.ones(length, length, dtype=torch.bool, device=device)
+
+    monkeypatch.setattr(model.steppers, "causal_mask", see_all)
+    rows = [row([5, 6, 2], [7, 8, 9, 10])]
+    cached = stepper()
+    join(cached, rows)
+    with pytest.raises(AssertionError, match="not close"):
+        check_step(cached, rows)
+
+
+# --- teacher-forced passes ---------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_passes_of_ragged_lengths_equal_single_ones() -> None:
+    draw = random.Random(7)
+    rows = [random_row(draw) for _ in range(9)]
+    passes = [Forward(r.src, r.prefix, positions="all") for r in rows]
+    passes += [Forward(r.src, [*r.prefix, 9], positions="last") for r in rows[:4]]
+    for forward, found in zip(passes, stepper().forward(passes), strict=True):
+        expected, _ = NETWORK(torch.tensor([forward.src]), torch.tensor([forward.tgt]))
+        wanted = expected[0] if forward.positions == "all" else expected[0, -1:]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_passes_encode_a_shared_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = NETWORK.encode
+
+    def count(src: Tensor, mask: Tensor) -> Tensor:
+        encoded.append(len(src))
+        return encode(src, mask)
+
+    monkeypatch.setattr(NETWORK, "encode", count)
+    with torch.inference_mode():
+        stepper().forward([Forward([5, 2], [1]), Forward([6, 2], [1]), Forward([5, 2], [1, 7])])
+    assert encoded == [2]
+
+
+# --- re-submission -----------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_resubmission_equals_the_full_pass_over_the_grown_sequence(tmp_path: Path) -> None:
+    loaded = load_model(make_tutorial_model(tmp_path, seed=1), "cpu")
+    stepping = loaded.stepper(EngineConfig())
+    assert isinstance(stepping, ResubmittingStepper)
+    draw = random.Random(8)
+    rows = [
+        Row([draw.randrange(29) for _ in range(draw.randint(1, 9))], [], DECODING) for _ in range(6)
+    ]
+    stepping.join(rows)
+    for step in range(8):
+        if step == 4:
+            kept = [5, 1, 2]
+            stepping.keep(kept)
+            rows = [rows[i] for i in kept]
+        logits = stepping.step(rows)
+        for r, found in zip(rows, logits, strict=True):
+            grown = torch.tensor([r.src + r.tokens])
+            expected, _ = loaded.network(grown, grown)
+            torch.testing.assert_close(found, expected[0, -1], atol=1e-5, rtol=1e-5)
+            r.tokens.append(int(found.argmax()))
+
+
+# --- helpers -----------------------------------------------------------------------------------
+
+
+def test_rows_are_padded_on_the_right_to_one_column_at_least() -> None:
+    cpu = torch.device("cpu")
+    assert pad_rows([[5, 6], [7]], 0, cpu).tolist() == [[5, 6], [7, 0]]
+    assert pad_rows([[], []], 9, cpu).tolist() == [[9], [9]]
+
+
+def test_distinct_sources_keep_the_order_of_their_first_use() -> None:
+    assert distinct([(7,), (5, 6), (7,), ()]) == ([(7,), (5, 6), ()], [0, 1, 0, 2])

@@ -1,0 +1,428 @@
+"""From pairs to a directory that can be served, and back from any checkpoint on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.checkpoint import ModelError
+from model.families.seqserve import TransformerConfig
+from model.loader import load_model
+from model.training import (
+    Evaluation,
+    Progress,
+    Trainer,
+    TrainingConfig,
+    WeightAverage,
+    collate,
+    edit_distance,
+    evaluate,
+    learning_rate,
+    plan_epoch,
+    read_pairs,
+    split_by_source,
+    translate,
+)
+
+Pair = tuple[str, str]
+
+SHAPE = {"dim": 16, "heads": 2, "hidden_dim": 32, "encoder_layers": 1, "decoder_layers": 1}
+CONFIG = TrainingConfig(
+    dev_size=3, epochs=2, batch_tokens=24, warmup_steps=5, checkpoint_every=1000, seed=7
+)
+
+
+def reversal(count: int, longest: int = 5, letters: str = "abcdef", seed: int = 0) -> list[Pair]:
+    """Distinct words and their letters in reverse."""
+    draw = random.Random(seed)
+    words: set[str] = set()
+    while len(words) < count:
+        words.add("".join(draw.choices(letters, k=draw.randint(1, longest))))
+    return [(word, " ".join(reversed(word))) for word in sorted(words)]
+
+
+PAIRS = reversal(60)
+
+
+def trainer(out: Path, config: TrainingConfig = CONFIG, **shape: Any) -> Trainer:
+    return Trainer(PAIRS, out, {**SHAPE, **shape}, config)
+
+
+# --- pairs -------------------------------------------------------------------------------------
+
+
+def test_pairs_are_read_and_blank_lines_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes("a\tA B\r\n\n  \nword\tW\tX\nünï\t’\n".encode())
+    assert read_pairs(path) == [("a", "A B"), ("word", "W\tX"), ("ünï", "’")]
+
+
+@pytest.mark.parametrize("line", ["no tab", "\tno source", "no target\t", "  \t ", "no target\t  "])
+def test_a_line_that_is_no_pair_is_named_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_text(f"a\tA\n{line}\n")
+    if not line.strip():
+        assert read_pairs(path) == [("a", "A")]  # nothing but white space is a blank line
+        return
+    with pytest.raises(ValueError, match=r"pairs\.tsv:2: expected 'source<TAB>target'"):
+        read_pairs(path)
+
+
+def test_a_file_without_pairs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="no pairs"):
+        read_pairs(path)
+
+
+def test_a_held_out_source_is_held_out_with_all_its_targets() -> None:
+    pairs = [(f"s{i % 10}", f"t{i}") for i in range(35)]
+    train, dev = split_by_source(pairs, 4, seed=1)
+    assert sorted(train + dev) == sorted(pairs)
+    held_out = {source for source, _ in dev}
+    assert len(held_out) == 4
+    assert not held_out & {source for source, _ in train}
+
+
+def test_the_split_follows_from_the_seed_not_from_the_order_of_pairs() -> None:
+    pairs = [(f"s{i}", "t") for i in range(50)]
+    held_out = {source for source, _ in split_by_source(pairs, 10, seed=1)[1]}
+    again = {source for source, _ in split_by_source(pairs[::-1], 10, seed=1)[1]}
+    other = {source for source, _ in split_by_source(pairs, 10, seed=2)[1]}
+    assert held_out == again != other
+
+
+def test_something_must_be_left_to_train_on() -> None:
+    with pytest.raises(ValueError, match="dev_size must be under the 2 distinct sources, got 2"):
+        split_by_source([("a", "x"), ("a", "y"), ("b", "z")], 2, seed=1)
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+def examples(count: int = 200) -> list[tuple[list[int], list[int]]]:
+    draw = random.Random(0)
+    return [([9] * draw.randint(1, 12), [9] * draw.randint(1, 9)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("batch_tokens", [12, 50, 10_000])
+def test_batches_cover_all_examples_once_within_their_size(batch_tokens: int) -> None:
+    data = examples()
+    plan = plan_epoch(data, batch_tokens, seed=3)
+    assert sorted(itertools.chain(*plan)) == list(range(len(data)))
+    for group in plan:
+        longest = max(max(map(len, data[i])) for i in group)
+        assert len(group) * longest <= batch_tokens
+
+
+def test_an_example_longer_than_a_batch_runs_alone() -> None:
+    plan = plan_epoch([([9] * 100, [9]), ([9], [9]), ([9], [9])], 10, seed=0)
+    assert sorted(map(sorted, plan)) == [[0], [1, 2]]
+
+
+def test_batches_follow_from_the_seed_in_members_and_order_but_not_in_number() -> None:
+    data = examples()
+    plan = plan_epoch(data, 50, seed=3)
+    assert plan == plan_epoch(data, 50, seed=3)
+    other = plan_epoch(data, 50, seed=4)
+    assert {frozenset(group) for group in plan} != {frozenset(group) for group in other}
+    assert len(plan) == len(other)
+
+
+def test_batches_hold_examples_of_like_length() -> None:
+    data = examples(1000)
+    spread = [
+        max(len(data[i][0]) for i in group) - min(len(data[i][0]) for i in group)
+        for group in plan_epoch(data, 100, seed=3)
+    ]
+    assert sum(spread) / len(spread) < 1.0
+
+
+def test_the_decoder_is_fed_the_target_behind_its_start() -> None:
+    batch = collate([([5, 6, 2], [7, 8, 2]), ([5, 2], [9, 2])], TransformerConfig(10, 10))
+    assert batch.src.tolist() == [[5, 6, 2], [5, 2, 0]]
+    assert batch.src_lengths.tolist() == [3, 2]
+    assert batch.tgt.tolist() == [[1, 7, 8], [1, 9, 0]]
+    assert batch.targets.tolist() == [[7, 8, 2], [9, 2, 0]]
+
+
+# --- schedule, average, distance ---------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_linearly_then_falls_along_a_cosine() -> None:
+    config = replace(CONFIG, learning_rate=2.0, warmup_steps=4)
+    curve = [learning_rate(step, 24, config) for step in range(25)]
+    assert curve[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert curve[14] == pytest.approx(1.0)  # half-way down
+    assert curve[24] == pytest.approx(0.0)
+    assert all(later < earlier for earlier, later in itertools.pairwise(curve[4:]))
+    for step in range(4, 25):
+        assert curve[step] == pytest.approx(1 + math.cos(math.pi * (step - 4) / 20))
+
+
+def test_a_run_shorter_than_its_warm_up_has_a_learning_rate() -> None:
+    config = replace(CONFIG, learning_rate=1.0, warmup_steps=100)
+    assert [learning_rate(step, 3, config) for step in range(3)] == [0.01, 0.02, 0.03]
+
+
+def test_the_weight_average_forgets_slowly_and_the_start_quickly() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(0.0)
+    average = WeightAverage(layer, 0.9)
+    layer.weight.data.fill_(1.0)
+    average.update(layer, step=0)  # decay min(0.9, 1 / 10)
+    assert average.weights["weight"].item() == pytest.approx(0.9)
+    average.update(layer, step=10_000)  # decay 0.9
+    assert average.weights["weight"].item() == pytest.approx(0.91)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        ("kitten", "sitting", 3),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("", "", 0),
+        ("flaw", "lawn", 2),
+        ("intention", "execution", 5),
+        ("abc", "abc", 0),
+    ],
+)
+def test_edit_distance_equals_the_textbook(a: str, b: str, distance: int) -> None:
+    assert edit_distance(list(a), list(b)) == distance
+    assert edit_distance(list(b), list(a)) == distance
+
+
+# --- a run -------------------------------------------------------------------------------------
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+class StoppedError(Exception):
+    """Stands in for a killed process."""
+
+
+def run_until(run: Trainer, step: int) -> None:
+    """Train, and be killed after a step, without any farewell."""
+
+    def stop(progress: Progress) -> None:
+        if progress.step == step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run.run(stop)
+
+
+def test_a_resumed_run_ends_in_identical_weights(tmp_path: Path) -> None:
+    straight = trainer(tmp_path / "straight")
+    straight.run()
+    steps = straight.step
+    assert steps > 20
+    config = replace(CONFIG, checkpoint_every=5)
+    run_until(trainer(tmp_path / "resumed", config), 9)
+    torch.rand(5)  # another process, another random state
+    first = trainer(tmp_path / "resumed", config)
+    assert first.resume()
+    assert first.step == 5
+    run_until(first, 18)
+    second = trainer(tmp_path / "resumed", config)
+    assert second.resume()
+    assert second.step == 15
+    second.run()
+    assert second.step == steps
+    for ours, theirs in (
+        (second.model.state_dict(), straight.model.state_dict()),
+        (second.average.weights, straight.average.weights),
+        (weights(tmp_path / "resumed"), weights(tmp_path / "straight")),
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+    assert second.evaluations == straight.evaluations
+    assert [evaluation.epoch for evaluation in second.evaluations] == [1, 2]
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.run()
+    before = weights(tmp_path)
+    again = trainer(tmp_path)
+    assert again.resume()
+    again.run()
+    assert again.step == run.step
+    assert again.evaluations == run.evaluations
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path).items())
+
+
+def test_the_same_seed_gives_the_same_model_and_another_seed_another(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("a", 7), ("b", 7), ("c", 8)):
+        trainer(tmp_path / name, replace(CONFIG, seed=seed, epochs=1)).run()
+        found.append(weights(tmp_path / name)["encoder.norm.weight"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_there_is_nothing_to_resume_in_a_new_directory(tmp_path: Path) -> None:
+    assert not trainer(tmp_path).resume()
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        ({"learning_rate": 0.5}, {}, "learning_rate was 0.001, is 0.5"),
+        ({"epochs": 9}, {}, "epochs was 2, is 9"),
+        ({}, {"hidden_dim": 64}, "hidden_dim was 32, is 64"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], shape: dict[str, Any], message: str
+) -> None:
+    trainer(tmp_path).save_checkpoint()
+    other = trainer(tmp_path, replace(CONFIG, **config), **shape)
+    with pytest.raises(ValueError, match=message):
+        other.resume()
+
+
+def test_a_checkpoint_cut_short_leaves_the_last_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path)
+    run.save_checkpoint()
+    run.step = 5
+
+    def half(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        run.save_checkpoint()
+    monkeypatch.undo()
+    again = trainer(tmp_path)
+    assert again.resume()
+    assert again.step == 0
+    again.save_checkpoint()
+    assert sorted(path.name for path in tmp_path.glob("*.partial")) == []
+
+
+def test_progress_counts_every_step_and_carries_each_evaluation(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    run = trainer(tmp_path)
+    run.run(lambda progress: seen.append(replace(progress)))
+    steps = [progress for progress in seen if progress.evaluation is None]
+    assert [progress.step for progress in steps] == list(range(1, run.step + 1))
+    assert {progress.steps for progress in seen} == {run.step}
+    assert all(math.isfinite(progress.loss) for progress in steps)
+    evaluations = [progress.evaluation for progress in seen if progress.evaluation]
+    assert evaluations == run.evaluations
+    assert all(evaluation.sources == 3 for evaluation in evaluations)
+
+
+# --- what comes out ----------------------------------------------------------------------------
+
+
+def test_the_export_loads_and_is_the_averaged_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.run()
+    model = load_model(tmp_path, "cpu")
+    assert model.source_tokenizer is not None
+    assert model.spec.max_src == max(len(source) for source, _ in PAIRS) + 1
+    for name, parameter in model.network.named_parameters():
+        assert torch.equal(parameter, run.average.weights[name]), name
+    report = json.loads((tmp_path / "training.json").read_text())
+    assert report["steps"] == run.step
+    assert report["training"]["seed"] == CONFIG.seed
+    assert len(report["evaluations"]) == 2
+
+
+def test_files_of_an_export_are_readable_by_everyone(tmp_path: Path) -> None:
+    trainer(tmp_path).export()
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o044 == 0o044, path.name
+
+
+def test_weight_decay_spares_biases_and_norms(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in run.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in run.model.named_parameters():
+        assert (decays[id(parameter)] > 0) == (parameter.dim() == 2), name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pairs"),
+    [
+        ("char", [(word, word[::-1]) for word, _ in PAIRS]),
+        (
+            "sentencepiece",
+            [(f"{a} {b}", f"{b} {a}") for (a, _), (b, _) in itertools.pairwise(PAIRS)],
+        ),
+    ],
+)
+def test_other_tokens_train_and_serve(tmp_path: Path, tokens: Any, pairs: list[Pair]) -> None:
+    config = replace(CONFIG, source_tokens=tokens, target_tokens=tokens, epochs=1, vocab_size=300)
+    Trainer(pairs, tmp_path, SHAPE, config).run()
+    model = load_model(tmp_path, "cpu")
+    assert all(isinstance(text, str) for text in translate(model, ["abc", "fed"]))
+
+
+def test_a_small_task_is_learnt_to_the_last_dev_word(tmp_path: Path) -> None:
+    pairs = reversal(330, longest=4, letters="abcd", seed=1)  # of 340 such words
+    config = TrainingConfig(
+        dev_size=30,
+        epochs=60,
+        batch_tokens=200,
+        learning_rate=4e-3,
+        warmup_steps=40,
+        label_smoothing=0.0,
+        average_decay=0.98,
+        evaluate_every=60,
+        seed=1,
+    )
+    shape = {**SHAPE, "dim": 32, "heads": 4, "hidden_dim": 64, "dropout": 0.0}
+    run = Trainer(pairs, tmp_path, shape, config)
+    run.run()
+    (evaluation,) = run.evaluations
+    assert evaluation == Evaluation(60, 30, 0.0, 0.0)
+    assert translate(load_model(tmp_path, "cpu"), ["abcd", "d"]) == ["d c b a", "d"]
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+def test_a_source_is_right_if_any_of_its_references_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path).export()
+    model = load_model(tmp_path, "cpu")
+    answers = {"a": "X", "b": "X Y Z", "c": ""}
+    monkeypatch.setattr(
+        "model.training.translate", lambda model, texts: [answers[text] for text in texts]
+    )
+    pairs = [("a", "W W"), ("a", "X"), ("b", "X Y"), ("b", "P Q R S"), ("c", "X Y")]
+    evaluation = evaluate(model, pairs, epoch=4)
+    # a is right (1 token); b misses its nearest by 1 of 2 tokens; c by 2 of 2.
+    assert evaluation == Evaluation(4, 3, pytest.approx(2 / 3), pytest.approx(3 / 5))
+
+
+def test_a_directory_that_is_being_trained_has_nothing_to_serve_before_its_first_export(
+    tmp_path: Path,
+) -> None:
+    trainer(tmp_path)
+    with pytest.raises(ModelError):
+        load_model(tmp_path, "cpu")
