@@ -93,7 +93,8 @@ def test_a_slot_that_was_left_holds_nothing_of_its_last_user() -> None:
     join(pool, 2, 1.0)
     join(pool, 9, float("nan"))
     join(pool, 3, 2.0)
-    pool.keep([0, 2])
+    join(pool, 7, float("nan"))
+    pool.keep([0, 2])  # one of them is overwritten, one is just left
     join(pool, 1, 3.0)
     assert contents(pool) == [[1.0] * 2, [2.0] * 3, [3.0]]
     assert pool.tensor.isfinite().all()
