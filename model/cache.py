@@ -6,6 +6,7 @@ of its own, shared by all rows that continue from it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -281,6 +282,53 @@ class SlotKeysValues:
         # and back to [rows, heads, query, head_dim]
         back = found.reshape(share.slots, heads, share.width, length, head_dim).transpose(1, 2)
         return cross.merge(back[share.slot, share.place])
+
+
+# --- sources encoded lately --------------------------------------------------------------------
+
+
+class EncoderCache:
+    """Encoder outputs of the sources used last, by their ids.
+
+    For prefixes that are edited while the source stays, several targets of one source, and loops
+    over /next. It never changes an answer: what it returns is what the encoder returned.
+
+    Args:
+        max_bytes: of tensors held at most; 0 holds nothing.
+
+    Attributes:
+        hits, misses: look-ups so far, by outcome.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.hits = 0
+        self.misses = 0
+        self.bytes = 0
+        self._memories: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return self.max_bytes > 0
+
+    def get(self, source: tuple[int, ...]) -> Tensor | None:
+        """The memory ``[src, dim]`` of a source, if it is still there."""
+        memory = self._memories.get(source)
+        if memory is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._memories.move_to_end(source)
+        return memory
+
+    def put(self, source: tuple[int, ...], memory: Tensor) -> None:
+        """Hold a memory ``[src, dim]``; the least recently used ones make room."""
+        if memory.nbytes > self.max_bytes or source in self._memories:
+            return
+        self._memories[source] = memory.clone()  # not a view that keeps a whole batch alive
+        self.bytes += memory.nbytes
+        while self.bytes > self.max_bytes:
+            _, dropped = self._memories.popitem(last=False)
+            self.bytes -= dropped.nbytes
 
 
 def _round_up(n: int, block: int) -> int:

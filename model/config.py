@@ -56,9 +56,11 @@ class EngineConfig:
         max_forward_tokens: padded target tokens of /logits and /next run between two steps, so
             that decoding never waits for more than one such chunk.
         max_cache_tokens: positions (source + prefix + new tokens) reserved by all live rows.
+        max_encoder_cache_bytes: of encoder outputs kept for sources that come again; 0 keeps none.
     """
 
     max_rows: int = 64
     max_encoder_tokens: int = 8192
     max_forward_tokens: int = 8192
     max_cache_tokens: int = 262_144
+    max_encoder_cache_bytes: int = 64 * 2**20

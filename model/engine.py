@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.beam import BeamSearch, Told
+from model.cache import EncoderCache
 from model.config import EngineConfig
-from model.decoding import ProcessorBatch, finish_reason
+from model.decoding import History, ProcessorBatch, finish_reason
 from model.loader import LoadedModel
 from model.sampler import pick
 from model.scheduler import Scheduler
@@ -23,11 +25,15 @@ from model.sequence import (
     Candidate,
     Event,
     FailureEvent,
+    FinishReason,
     Forward,
     ForwardEvent,
+    Hypothesis,
     Sequence,
     TokenEvent,
 )
+
+ALL_BANNED = "the decoding parameters ban every token"
 
 
 class GenerationError(RuntimeError):
@@ -74,6 +80,7 @@ class Engine:
         self.stepper = model.stepper(config)
         self.scheduler = Scheduler(config)
         self._processors: ProcessorBatch | None = None
+        self._searches: dict[Sequence, BeamSearch] = {}
         self._on_step = on_step
         self._steps = 0
 
@@ -91,6 +98,11 @@ class Engine:
         """Live rows."""
         return len(self.scheduler.rows)
 
+    @property
+    def encoder_cache(self) -> EncoderCache | None:
+        """Sources encoded lately, where the model can make use of them."""
+        return self.stepper.encoder_cache
+
     def submit(self, work: Sequence | Forward) -> None:
         """Queue work; its events come out of later steps.
 
@@ -103,7 +115,8 @@ class Engine:
     def cancel(self, work: Sequence | Forward) -> None:
         """Forget work at once, without an event; unknown or ended work is no error."""
         self.scheduler.cancel(work)
-        if isinstance(work, Sequence) and work in self.scheduler.rows:
+        if work in self._searches or work in self.scheduler.rows:
+            assert isinstance(work, Sequence)
             self._remove([work])
 
     @torch.inference_mode()
@@ -132,123 +145,255 @@ class Engine:
     def _join(self, joining: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
         if not joining:
             return ()
+        rows: list[Sequence] = []
+        for sequence in joining:
+            if sequence.decoding.num_beams > 1:
+                search = BeamSearch(sequence, self._finish_reason)
+                self._searches[sequence] = search
+                rows.extend(search.rows)
+            else:
+                rows.append(sequence)
+        self.scheduler.rows.extend(rows)
         self._processors = None
         try:
-            self.stepper.join(joining)
+            self.stepper.join(rows)
         except Exception as error:  # noqa: BLE001  whatever it was, the rows that live go on
-            return self._fail(joining, error, events)
+            self._fail(joining, error, events)
+            return ()
         return joining
 
     def _decode(self, rows: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
-        """One position for all rows; the ones that ended with it."""
+        """One position for all rows; the sequences that ended with it."""
         try:
-            logits = self.stepper.step(rows)  # [rows, vocab]
+            logits = self.stepper.step(rows).float()  # [rows, vocab]
         except Exception as error:  # noqa: BLE001  those who wait must still be served
-            self._fail(rows, error, events)
-            return rows
+            everyone = self._sequences(rows)
+            self._fail(everyone, error, events)
+            return everyone
+        step = Step(rows, logits, self._scores(rows, logits))
+        ended: dict[Sequence, set[int]] = {}  # sequence -> its rows
+        for i, row in enumerate(rows):
+            if row.decoding.num_beams == 1 and self._commit(row, i, step, events):
+                ended[row] = {i}
+        order, grown = list(range(len(rows))), list(rows)
+        places = {id(row): i for i, row in enumerate(rows)} if self._searches else {}
+        for sequence, search in self._searches.items():
+            at = [places[id(row)] for row in search.rows]
+            if self._advance(search, at, step, events):
+                ended[sequence] = set(at)
+                continue
+            for place, parent, row in zip(at, step.parents, search.rows, strict=True):
+                order[place], grown[place] = at[parent], row
+        self._settle(order, grown, set().union(*ended.values()))
+        for sequence in ended:
+            self._searches.pop(sequence, None)
+        return tuple(ended)
+
+    def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
+        """What tokens are picked from ``[rows, vocab]``."""
         if self._processors is None:
-            self._processors = ProcessorBatch([row.decoding for row in rows], self.device)
-        tokens = pick(self._processors(logits), rows)
-        finite = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row shows here
-        reports = Reports(logits, tokens, rows)
-        left = []
-        for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            event = self._commit(row, token, reports, i) if finite[i] else _not_finite(row)
-            events.append(event)
-            if isinstance(event, FailureEvent) or event.finish_reason:
-                left.append(row)
-        self._remove(left)
-        return tuple(left)
+            decodings = [row.decoding for row in rows]
+            self._processors = ProcessorBatch(decodings, self.spec, self.device)
+        if self._searches:  # hypotheses are compared by their probabilities
+            searched = torch.tensor([row.decoding.num_beams > 1 for row in rows])
+            searched = searched.to(self.device)[:, None]
+            logits = torch.where(searched, logits.log_softmax(dim=-1), logits)
+        return self._processors(logits, History(rows, self.spec, self.device))
 
-    def _commit(self, row: Sequence, token: int, reports: Reports, i: int) -> TokenEvent:
-        row.tokens.append(token)
-        row.finish_reason = finish_reason(row, self.spec)
-        return TokenEvent(
-            sequence=row,
-            index=len(row.tokens) - 1,
-            token=token,
-            logprob=reports.logprob(i),
-            top_tokens=reports.top_tokens(i),
-            finish_reason=row.finish_reason,
+    def _commit(self, row: Sequence, i: int, step: Step, events: list[Event]) -> bool:
+        """Give a row its token; True if it ends with it."""
+        if error := step.fault(i):
+            events.append(FailureEvent(row, error))
+            return True
+        row.tokens.append(step.tokens[i])
+        row.finish_reason = self._finish_reason(row)
+        told = step.told(i, step.tokens[i])
+        events.append(_token_event(row, len(row.tokens) - 1, step.tokens[i], told))
+        return row.finish_reason is not None
+
+    def _advance(self, search: BeamSearch, at: list[int], step: Step, events: list[Event]) -> bool:
+        """Take a beam search one step on; True if it ends with it."""
+        sequence = search.sequence
+        if error := next(filter(None, (step.fault(i, any_token=True) for i in at)), None):
+            events.append(FailureEvent(sequence, error))
+            return True
+        step.parents = search.advance(
+            step.scores[at].cpu(), lambda beam, token: step.told(at[beam], token)
         )
+        if not search.over:
+            for index in range(len(sequence.tokens), search.agreed):
+                sequence.tokens.append(search.rows[0].tokens[index])
+                told = search.told[0].at(index)
+                events.append(_token_event(sequence, index, sequence.tokens[index], told))
+            return False
+        hypotheses = search.hypotheses()
+        if not hypotheses:
+            events.append(FailureEvent(sequence, GenerationError(ALL_BANNED)))
+            return True
+        best = hypotheses[0]
+        for index in range(len(sequence.tokens), len(best.tokens)):
+            sequence.tokens.append(best.tokens[index])
+            told = Told(best.logprobs, best.top_tokens).at(index)
+            if index == len(best.tokens) - 1:
+                sequence.finish_reason = best.finish_reason
+            events.append(_token_event(sequence, index, best.tokens[index], told, hypotheses))
+        return True
 
-    def _fail(
-        self, rows: tuple[Sequence, ...], error: Exception, events: list[Event]
-    ) -> tuple[Sequence, ...]:
-        events.extend(FailureEvent(row, error) for row in rows)
-        self._remove(rows)
-        return ()
+    def _finish_reason(self, row: Sequence) -> FinishReason | None:
+        return finish_reason(row, self.spec)
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def _fail(self, sequences: tuple[Sequence, ...], error: Exception, events: list[Event]) -> None:
+        events.extend(FailureEvent(sequence, error) for sequence in sequences)
+        self._remove(sequences)
+
+    def _sequences(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+        """Whose rows they are, each once."""
+        plain = [row for row in rows if row.decoding.num_beams == 1]
+        return (*plain, *self._searches)
 
     def _remove(self, gone: Iterable[Sequence]) -> None:
-        """Take rows out, from the tensors too; the last rows fill the holes."""
-        leaving = set(map(id, gone))
-        if not leaving:
-            return
+        """Take sequences out, from the tensors too."""
+        leaving: set[int] = set()
+        for sequence in gone:
+            search = self._searches.pop(sequence, None)
+            leaving.update(map(id, search.rows if search else [sequence]))
         rows = self.scheduler.rows
-        kept = fill_holes(len(rows), {i for i, row in enumerate(rows) if id(row) in leaving})
-        self.stepper.keep(kept)
+        holes = {i for i, row in enumerate(rows) if id(row) in leaving}
+        self._settle(list(range(len(rows))), rows, holes)
+
+    def _settle(self, order: list[int], rows: list[Sequence], holes: set[int]) -> None:
+        """Let rows go on from others and fill holes with the last ones, in one rearrangement.
+
+        Args:
+            order: for each row, the row whose tensors it goes on from.
+            rows: the rows themselves.
+            holes: rows that have ended.
+        """
+        kept = fill_holes(len(rows), holes)
+        if holes or order != kept:
+            self.stepper.keep([order[i] for i in kept])
+        if holes:
+            self._processors = None
         self.scheduler.rows = [rows[i] for i in kept]
-        self._processors = None
 
     # --- teacher-forced passes -----------------------------------------------------------------
 
     def _run_forwards(self, forwards: tuple[Forward, ...]) -> list[Event]:
-        try:
-            return [
-                ForwardEvent(forward, *_answer(logits.float(), forward.top_k))
-                for forward, logits in zip(forwards, self.stepper.forward(forwards), strict=True)
-            ]
-        except Exception as error:  # noqa: BLE001  decoding goes on beside a pass that failed
-            return [FailureEvent(forward, error) for forward in forwards]
+        looking = [forward for forward in forwards if forward.attention]
+        scoring = [forward for forward in forwards if not forward.attention]
+        events: list[Event] = []
+        for run, group in ((self._attention, looking), (self._logits, scoring)):
+            try:
+                events.extend(run(group))
+            except Exception as error:  # noqa: BLE001  decoding goes on beside a pass that failed
+                events.extend(FailureEvent(forward, error) for forward in group)
+        return events
+
+    def _logits(self, forwards: list[Forward]) -> list[Event]:
+        if not forwards:
+            return []
+        logits = self.stepper.forward(forwards)
+        return [_answer(f, row.float()) for f, row in zip(forwards, logits, strict=True)]
+
+    def _attention(self, forwards: list[Forward]) -> list[Event]:
+        if not forwards:
+            return []
+        maps = self.stepper.attention(forwards)
+        nothing = torch.empty(0)
+        return [
+            ForwardEvent(forward, nothing, attention=attention)
+            for forward, attention in zip(forwards, maps, strict=True)
+        ]
 
 
-def _answer(logits: Tensor, top_k: int | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a pass reports of ``[positions, vocab]`` logits, on the CPU."""
-    if top_k is None:
-        return logits.cpu(), None, None
-    values, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+def _answer(forward: Forward, logits: Tensor) -> ForwardEvent:
+    """What a pass reports of its ``[positions, vocab]`` logits, on the CPU."""
+    if forward.labels is not None:
+        ids = torch.tensor(forward.labels, device=logits.device)[:, None]
+        values = logits.gather(1, ids)
+    elif forward.top_k is not None:
+        values, ids = logits.topk(min(forward.top_k, logits.shape[-1]), dim=-1)
+    else:
+        return ForwardEvent(forward, logits.cpu())
     logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
-    return values.cpu(), ids.cpu(), logprobs.cpu()
+    return ForwardEvent(forward, values.cpu(), ids.cpu(), logprobs.cpu())
 
 
-def _not_finite(row: Sequence) -> FailureEvent:
-    return FailureEvent(
-        row, GenerationError(f"logits are not finite at token {len(row.tokens)} of the target")
+def _token_event(
+    sequence: Sequence,
+    index: int,
+    token: int,
+    told: Told,
+    hypotheses: tuple[Hypothesis, ...] = (),
+) -> TokenEvent:
+    return TokenEvent(
+        sequence=sequence,
+        index=index,
+        token=token,
+        logprob=told.logprobs[0] if told.logprobs else None,
+        top_tokens=told.top_tokens[0] if told.top_tokens else (),
+        finish_reason=sequence.finish_reason,
+        hypotheses=hypotheses if sequence.finish_reason else (),
     )
 
 
-class Reports:
-    """Log-probabilities of a step, computed for the rows that asked, and only if some did.
+class Step:
+    """What one step computed for its rows, read back once.
 
     Args:
-        logits: ``[rows, vocab]``, raw.
-        tokens: ``[rows]``, the picked ones.
+        rows: those decoded.
+        logits: ``[rows, vocab]``, raw, float32.
+        scores: ``[rows, vocab]`` to pick from.
+
+    Attributes:
+        tokens: each row's pick.
+        parents: of the search that was advanced last, for each of its rows.
     """
 
-    def __init__(self, logits: Tensor, tokens: Tensor, rows: tuple[Sequence, ...]) -> None:
+    def __init__(self, rows: tuple[Sequence, ...], logits: Tensor, scores: Tensor) -> None:
+        self.scores = scores
+        self.parents: list[int] = []
+        picked = pick(scores, rows)
+        self.tokens: list[int] = picked.tolist()
+        self._finite = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere shows here
+        self._allowed = (scores.amax(dim=-1) > -torch.inf).tolist()
         asking = [i for i, row in enumerate(rows) if row.decoding.logprobs]
         self._place = {i: place for place, i in enumerate(asking)}
-        self._counts = [rows[i].decoding.top_n_tokens for i in asking]
         if not asking:
             return
-        logprobs = logits[asking].float().log_softmax(dim=-1)
-        self._logprobs = logprobs.gather(1, tokens[asking][:, None])[:, 0].tolist()
+        self._logprobs = logits[asking].log_softmax(dim=-1)  # [asking, vocab]
+        self._picked = self._logprobs.gather(1, picked[asking][:, None])[:, 0].tolist()
+        self._counts = [rows[i].decoding.top_n_tokens for i in asking]
         if widest := min(max(self._counts), logits.shape[-1]):
-            values, ids = logprobs.topk(widest, dim=-1)
+            values, ids = self._logprobs.topk(widest, dim=-1)
             self._top = list(zip(ids.tolist(), values.tolist(), strict=True))
 
-    def logprob(self, row: int) -> float | None:
-        place = self._place.get(row)
-        return None if place is None else self._logprobs[place]
+    def fault(self, row: int, any_token: bool = False) -> GenerationError | None:
+        """Why a row cannot go on.
 
-    def top_tokens(self, row: int) -> tuple[Candidate, ...]:
-        """The row's likeliest tokens, falling."""
+        Args:
+            any_token: whether the row may find no token allowed.
+        """
+        if not self._finite[row]:
+            return GenerationError("the model's logits are not finite")
+        if not self._allowed[row] and not any_token:
+            return GenerationError(ALL_BANNED)
+        return None
+
+    def told(self, row: int, token: int) -> Told:
+        """What is reported of a row that takes a token, where it asked."""
         place = self._place.get(row)
-        count = 0 if place is None else self._counts[place]
-        if place is None or not count:
-            return ()
+        if place is None:
+            return Told()
+        picked = token == self.tokens[row]
+        logprob = self._picked[place] if picked else float(self._logprobs[place, token])
+        if not (count := self._counts[place]):
+            return Told((logprob,))
         ids, values = self._top[place]
-        return tuple(Candidate(id, v) for id, v in zip(ids[:count], values[:count], strict=True))
+        top = zip(ids[:count], values[:count], strict=True)
+        return Told((logprob,), (tuple(Candidate(id, value) for id, value in top),))
 
 
 def fill_holes(rows: int, gone: set[int]) -> list[int]:

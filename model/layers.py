@@ -63,6 +63,14 @@ class SinusoidalPositions(nn.Module):
         return F.embedding(positions, self.table)
 
 
+def token_table(vocab_size: int, dim: int) -> nn.Embedding:
+    """A table whose numbers are still to come, from a file or from `initialise`.
+
+    The library's own draws them at once, which for a model that is only sketched costs a second.
+    """
+    return nn.Embedding(vocab_size, dim, _weight=torch.empty(vocab_size, dim))
+
+
 class Embedding(nn.Module):
     """Token embedding plus position encoding, with the dropout of section 5.4.
 

@@ -55,9 +55,14 @@ class Scheduler:
         if isinstance(work, Forward):
             self._forwards.append(work)
             return
-        if work.reserved_tokens > self.config.max_cache_tokens:
+        if row_count(work) > self.config.max_rows:
             raise ValueError(
-                f"source, prefix and max_new_tokens need {work.reserved_tokens} cache positions, "
+                f"num_beams {row_count(work)} is over the {self.config.max_rows} rows of the engine"
+            )
+        needed = row_count(work) * work.reserved_tokens
+        if needed > self.config.max_cache_tokens:
+            raise ValueError(
+                f"source, prefix and max_new_tokens need {needed} cache positions, "
                 f"the engine has {self.config.max_cache_tokens}"
             )
         self._sequences.append(work)
@@ -70,9 +75,8 @@ class Scheduler:
             queue.remove(work)  # type: ignore[arg-type]
 
     def schedule(self) -> Plan:
-        """Take what the next step runs out of the queues; joining sequences become rows."""
+        """Take what the next step runs out of the queues; who calls turns it into rows."""
         joining = self._admit()
-        self.rows.extend(joining)
         forwards = take_alike(
             self._forwards,
             window=4 * self.config.max_rows,
@@ -83,25 +87,36 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         free = self.config.max_rows - len(self.rows)
+        reserved = [sequence.reserved_tokens for sequence in self.rows]
 
         def fits(chunk: list[Sequence]) -> bool:
             return (
-                len(chunk) <= free
+                sum(row_count(sequence) for sequence in chunk) <= free
                 and _padded(chunk, _encoder_tokens) <= self.config.max_encoder_tokens
             )
 
         # Cache tensors are dense, so each row costs as much as the longest one reserves.
         def affordable(chunk: list[Sequence]) -> bool:
-            return _padded([*self.rows, *chunk], _reserved) <= self.config.max_cache_tokens
+            joining = [s.reserved_tokens for s in chunk for _ in range(row_count(s))]
+            everyone = reserved + joining
+            return len(everyone) * max(everyone) <= self.config.max_cache_tokens
 
-        if not free or not self._sequences or not affordable([self._sequences[0]]):
+        if not self._sequences:
             return []
+        oldest = self._sequences[0]
+        if row_count(oldest) > free or not affordable([oldest]):
+            return []  # nobody overtakes it: it would starve
         return take_alike(
             self._sequences,
             window=2 * free,
             length=_encoder_tokens,
             fits=lambda chunk: fits(chunk) and affordable(chunk),
         )
+
+
+def row_count(sequence: Sequence) -> int:
+    """How many rows a sequence takes: its beams."""
+    return sequence.decoding.num_beams
 
 
 def take_alike(
@@ -146,10 +161,6 @@ def _padded(chunk: Iterable[Work], tokens: Callable[[Work], int]) -> int:
 
 def _encoder_tokens(sequence: Sequence) -> int:
     return len(sequence.src)
-
-
-def _reserved(sequence: Sequence) -> int:
-    return sequence.reserved_tokens
 
 
 def _forward_tokens(forward: Forward) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["eos_token", "length"]
+FinishReason = Literal["eos_token", "stop_sequence", "length"]
+EarlyStopping = Literal[True, False, "never"]
 Positions = Literal["last", "all"]
 
 
@@ -20,8 +23,19 @@ class Decoding:
         max_new_tokens: at least 1; `</s>` counts.
         sample: draw tokens; otherwise take the likeliest.
         temperature, top_k, top_p: shape the distribution drawn from; no-ops 1, 0, 1.
+        min_p, typical_p: likewise; no-ops 0 and 1.
         seed: keys the random numbers together with `sequence_number` and the step.
         sequence_number: which of a request's several sequences this is.
+        repetition_penalty, frequency_penalty, presence_penalty: no-ops 1, 0, 0.
+        no_repeat_ngram_size, encoder_no_repeat_ngram_size: no-op 0.
+        min_new_tokens: `</s>` is banned until so many were generated.
+        bad_words: token sequences never completed.
+        logit_bias: token and what is added to its logit.
+        forced_bos_token_id, forced_eos_token_id: the first and the last token; no-op -1.
+        stop: told all generated tokens, whether they end the sequence.
+        num_beams: hypotheses searched side by side; 1 is no beam search.
+        length_penalty: exponent of the length that a hypothesis' score is divided by.
+        early_stopping: when a beam search may end, see `model.beam`.
         top_n_tokens: likeliest tokens to report at each step.
         logprobs: report log-probabilities, which cost a log-softmax over the vocabulary.
     """
@@ -31,8 +45,24 @@ class Decoding:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
     sequence_number: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    forced_bos_token_id: int = -1
+    forced_eos_token_id: int = -1
+    stop: Callable[[Sequence_[int]], bool] | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     top_n_tokens: int = 0
     logprobs: bool = False
 
@@ -67,7 +97,7 @@ class Sequence:
 
     @property
     def reserved_tokens(self) -> int:
-        """Cache positions that this sequence may come to use."""
+        """Cache positions that each of this sequence's rows may come to use."""
         return len(self.src) + len(self.prefix) + self.decoding.max_new_tokens
 
 
@@ -80,12 +110,31 @@ class Forward:
         tgt: decoder ids, decoder start first; at least one.
         positions: logits of the last position or of all.
         top_k: report the k likeliest tokens instead of whole rows of logits.
+        labels: report the log-probability of these tokens instead, one for each of `tgt`.
+        attention: report attention weights instead of anything else.
     """
 
     src: list[int]
     tgt: list[int]
     positions: Positions = "last"
     top_k: int | None = None
+    labels: list[int] | None = None
+    attention: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """Attention weights of one source and target, float32, on the CPU.
+
+    Attributes:
+        encoder: ``[layers, heads, src, src]``.
+        decoder: ``[layers, heads, tgt, tgt]``.
+        cross: ``[layers, heads, tgt, src]``.
+    """
+
+    encoder: Tensor
+    decoder: Tensor
+    cross: Tensor
 
 
 @dataclass(frozen=True)
@@ -97,14 +146,34 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Hypothesis:
+    """A finished beam.
+
+    Attributes:
+        tokens: generated ones, `</s>` included.
+        score: sum of log-probabilities over ``length ** length_penalty``.
+        finish_reason: why it ended.
+        logprobs, top_tokens: per token, where asked for.
+    """
+
+    tokens: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] = ()
+    top_tokens: tuple[tuple[Candidate, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class TokenEvent:
-    """A sequence grew by one token.
+    """A sequence grew by one token; a beam search, by one on which all its hypotheses agree.
 
     Attributes:
         index: of the token among the generated ones, from 0.
         logprob: log-softmax of the raw logits, where asked for.
         top_tokens: likeliest first, where asked for.
         finish_reason: set on the last token.
+        hypotheses: of a beam search, best first, on the last token; the events' tokens are the
+            first one's.
     """
 
     sequence: Sequence
@@ -113,6 +182,7 @@ class TokenEvent:
     logprob: float | None
     top_tokens: tuple[Candidate, ...]
     finish_reason: FinishReason | None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,15 +190,18 @@ class ForwardEvent:
     """A teacher-forced pass is done; tensors are on the CPU, float32.
 
     Attributes:
-        logits: ``[positions, vocab]``, or ``[positions, top_k]`` in falling order.
-        ids: ``[positions, top_k]`` where `top_k` was asked for.
-        logprobs: like `logits`, where `top_k` was asked for: log-softmax over the whole vocabulary.
+        logits: ``[positions, vocab]``; ``[positions, top_k]`` in falling order; the labels' own,
+            ``[positions, 1]``; empty where attention was asked for.
+        ids: like `logits`, where `top_k` or labels were asked for.
+        logprobs: like `ids`: log-softmax over the whole vocabulary.
+        attention: where asked for.
     """
 
     forward: Forward
     logits: Tensor
     ids: Tensor | None = None
     logprobs: Tensor | None = None
+    attention: AttentionMaps | None = None
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ to its encoder as well, so that nothing can be cached (`ResubmittingStepper`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from model.cache import CacheShape, SourceCache, TargetCache
+from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
-from model.layers import causal_mask, padding_mask
-from model.sequence import Forward
+from model.layers import MultiHeadAttention, attention_weights, causal_mask, padding_mask
+from model.sequence import AttentionMaps, Forward
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
 
@@ -37,6 +38,15 @@ class Stepper(Protocol):
 
     def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
         """Teacher-forced logits of each pass, ``[positions, vocab]``."""
+        ...
+
+    def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
+        """Attention weights of each pass."""
+        ...
+
+    @property
+    def encoder_cache(self) -> EncoderCache | None:
+        """Sources encoded lately, where that is of use."""
         ...
 
 
@@ -64,10 +74,11 @@ class CachedStepper:
         self.targets = TargetCache(shape)
         self.sources = SourceCache(shape)
         self.device = weight.device
+        self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
 
     def join(self, rows: Sequence[Row]) -> None:
         sources, slots = distinct(tuple(row.src) for row in rows)
-        memory, _ = self._encode(sources)
+        memory, _ = encode(self.network, self.spec, sources, self.device, self.encoder_cache)
         first_row = len(self.sources.slots)
         keys_values = self.network.decoder.cross_keys_values(memory)
         self.sources.join(keys_values, [len(source) for source in sources], slots)
@@ -94,10 +105,10 @@ class CachedStepper:
         self.sources.keep(rows)
 
     def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
-        return teacher_forced(self.network, self.spec, passes, self.device)
+        return teacher_forced(self.network, self.spec, passes, self.device, self.encoder_cache)
 
-    def _encode(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        return encode(self.network, self.spec, sources, self.device)
+    def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
+        return attention_maps(self.network, self.spec, passes, self.device)
 
 
 class ResubmittingStepper:
@@ -107,6 +118,7 @@ class ResubmittingStepper:
         self.network = network
         self.spec = spec
         self.device = next(network.parameters()).device
+        self.encoder_cache = None  # a source grows with every token
 
     def join(self, rows: Sequence[Row]) -> None:
         pass  # nothing is remembered between steps
@@ -122,27 +134,50 @@ class ResubmittingStepper:
     def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
         return teacher_forced(self.network, self.spec, passes, self.device)
 
+    def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
+        return attention_maps(self.network, self.spec, passes, self.device)
+
 
 def encode(
-    network: Transformer, spec: ModelSpec, sources: Sequence[Sequence[int]], device: torch.device
+    network: Transformer,
+    spec: ModelSpec,
+    sources: Sequence[tuple[int, ...]],
+    device: torch.device,
+    cache: EncoderCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One padded batch through the encoder.
+    """Encoder outputs; sources that the cache does not know run as one padded batch.
 
     Returns:
         memory ``[sources, src, dim]`` and its mask ``[sources, 1, 1, src]``.
     """
-    src = pad_rows(sources, spec.pad_id, device)
-    lengths = torch.tensor([len(source) for source in sources], device=device)
-    mask = padding_mask(lengths, src.shape[1])
-    return network.encode(src, mask), mask
+    memories = {source: cache.get(source) for source in sources} if cache else {}
+    new = [source for source in dict.fromkeys(sources) if memories.get(source) is None]
+    if new:
+        src = pad_rows(new, spec.pad_id, device)
+        encoded = network.encode(src, padding_mask(_lengths(new, device), src.shape[1]))
+        for source, row in zip(new, encoded, strict=True):
+            memories[source] = row[: max(1, len(source))]
+            if cache:
+                cache.put(source, row[: max(1, len(source))])
+    rows = [memory for source in sources if (memory := memories[source]) is not None]
+    memory = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return memory, padding_mask(_lengths(sources, device), memory.shape[1])
+
+
+def _lengths(sources: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    return torch.tensor([len(source) for source in sources], device=device)
 
 
 def teacher_forced(
-    network: Transformer, spec: ModelSpec, passes: Sequence[Forward], device: torch.device
+    network: Transformer,
+    spec: ModelSpec,
+    passes: Sequence[Forward],
+    device: torch.device,
+    cache: EncoderCache | None = None,
 ) -> list[Tensor]:
     """Logits of whole targets in one masked pass; a source shared by passes is encoded once."""
     sources, slots = distinct(tuple(p.src) for p in passes)
-    memory, mask = encode(network, spec, sources, device)
+    memory, mask = encode(network, spec, sources, device, cache)
     index = torch.tensor(slots, device=device)
     tgt = pad_rows([p.tgt for p in passes], spec.pad_id, device)
     hidden = network.decode(tgt, memory[index], mask[index])  # [passes, tgt, dim]
@@ -153,6 +188,75 @@ def teacher_forced(
     # Only what is wanted goes through the output layer: the vocabulary is wide.
     logits: Tensor = network.output(torch.cat(wanted))
     return list(torch.split(logits, [len(w) for w in wanted]))
+
+
+MAX_WEIGHTS = 2**24
+"""Attention weights, padding included, that are in memory at once for one chunk of passes."""
+
+
+def attention_maps(
+    network: Transformer, spec: ModelSpec, passes: Sequence[Forward], device: torch.device
+) -> list[AttentionMaps]:
+    """Every layer's attention weights over whole sources and targets, without padding.
+
+    Few passes at a time: unlike everything else, weights grow with the square of a length.
+    """
+    heads = network.heads
+    longest = max(max(len(p.src), len(p.tgt)) for p in passes)
+    chunk = max(1, MAX_WEIGHTS // max(1, heads.weights(longest, longest)))
+    maps: list[AttentionMaps] = []
+    for first in range(0, len(passes), chunk):
+        maps.extend(_attention_maps(network, spec, passes[first : first + chunk], device))
+    return maps
+
+
+def _attention_maps(
+    network: Transformer, spec: ModelSpec, passes: Sequence[Forward], device: torch.device
+) -> list[AttentionMaps]:
+    sources, slots = distinct(tuple(p.src) for p in passes)
+    index = torch.tensor(slots, device=device)
+    tgt = pad_rows([p.tgt for p in passes], spec.pad_id, device)
+    encoder, decoder = network.encoder.layers, network.decoder.layers
+    with (
+        recording([layer.attention for layer in encoder]) as in_encoder,
+        recording([layer.self_attention for layer in decoder]) as in_decoder,
+        recording([layer.cross_attention for layer in decoder]) as across,
+    ):
+        memory, mask = encode(network, spec, sources, device)
+        network.decode(tgt, memory[index], mask[index])
+
+    def cut(maps: list[Tensor], i: int, queries: int, keys: int) -> Tensor:
+        # layers x [passes, heads, query, key] -> [layers, heads, query, key]
+        return torch.stack([layer[i, :, :queries, :keys] for layer in maps]).cpu()
+
+    return [
+        AttentionMaps(
+            encoder=cut(in_encoder, slots[i], len(p.src), len(p.src)),
+            decoder=cut(in_decoder, i, len(p.tgt), len(p.tgt)),
+            cross=cut(across, i, len(p.tgt), len(p.src)),
+        )
+        for i, p in enumerate(passes)
+    ]
+
+
+@contextmanager
+def recording(attentions: Sequence[MultiHeadAttention]) -> Iterator[list[Tensor]]:
+    """Note the weights of these attentions, in the order in which they run.
+
+    They are computed beside the pass, from the same inputs: the fast path never forms them.
+    """
+    noted: list[Tensor] = []
+
+    def note(attention: Any, args: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+        x, keys, _, mask = args
+        noted.append(attention_weights(attention.queries(x), keys, mask))
+
+    handles = [attention.register_forward_hook(note) for attention in attentions]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def distinct(

@@ -8,6 +8,7 @@ taken. `model/families/` holds one such composition per family of checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -136,12 +137,14 @@ class DecoderLayer(nn.Module):
 class Encoder(nn.Module):
     """Embedding, a stack of layers, a final norm."""
 
+    layers: Sequence[EncoderLayer]  # an nn.ModuleList, which cannot say of what
+
     def __init__(
         self, embedding: Embedding, layers: Sequence[EncoderLayer], norm: nn.Module
     ) -> None:
         super().__init__()
         self.embedding = embedding
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = norm
 
     def forward(self, src: Tensor, mask: Tensor | None) -> Tensor:
@@ -195,6 +198,19 @@ class Decoder(nn.Module):
         return [layer.cross_attention.keys_values(memory) for layer in self.layers]
 
 
+@dataclass(frozen=True)
+class Heads:
+    """How many attention heads a model has in all its layers."""
+
+    encoder: int
+    decoder: int
+    cross: int
+
+    def weights(self, src: int, tgt: int) -> int:
+        """Attention weights of one source and target of these lengths."""
+        return self.encoder * src * src + self.decoder * tgt * tgt + self.cross * tgt * src
+
+
 class Transformer(nn.Module):
     """Encoder, decoder and output layer.
 
@@ -210,6 +226,14 @@ class Transformer(nn.Module):
         self.decoder = decoder
         self.output = output
         self.pad_id = pad_id
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(
+            encoder=sum(layer.attention.heads for layer in self.encoder.layers),
+            decoder=sum(layer.self_attention.heads for layer in self.decoder.layers),
+            cross=sum(layer.cross_attention.heads for layer in self.decoder.layers),
+        )
 
     def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
         """``src`` ``[batch, src]`` ids, right-padded -> memory ``[batch, src, dim]``."""

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, overload
@@ -26,14 +26,18 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from seqserve.errors import ERRORS, NoConnectionError, SeqserveError
+from seqserve.events import EventReader
 from seqserve.parameters import GenerationParameters
 from seqserve.schemas import (
+    AttentionResponse,
     DetokenizeResponse,
     ErrorResponse,
     GenerateResponse,
     InfoResponse,
     LogitsResponse,
     NextResponse,
+    ScoreResponse,
+    StreamEvent,
     TokenizeResponse,
 )
 
@@ -75,6 +79,12 @@ class LogitsOptions(NextOptions, total=False):
     positions: Literal["last", "all"]
 
 
+class AttentionOptions(Options, total=False):
+    """Attributes: dtype: number format of the weights."""
+
+    dtype: Literal["float32", "float16"]
+
+
 class TextOptions(TypedDict, total=False):
     """Attributes: side: whose vocabulary, the encoder's or the decoder's."""
 
@@ -98,6 +108,30 @@ class Logits:
     logits: Any = None
     ids: Any = None
     values: Any = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention weights of one source and target, without padding; each row sums to 1.
+
+    numpy arrays `[layer, head, query, key]`, or lists where numpy is not installed.
+
+    Attributes:
+        source_tokens, target_tokens: the vocabularies' names of what encoder and decoder were fed,
+            decoder start included; None without a tokenizer.
+        source_ids, target_ids: the same as ids.
+        encoder: source queries, source keys.
+        decoder: target queries, target keys; 0 where the key comes later.
+        cross: target queries, source keys.
+    """
+
+    source_tokens: list[str | None] | None
+    target_tokens: list[str | None] | None
+    source_ids: list[int]
+    target_ids: list[int]
+    encoder: Any
+    decoder: Any
+    cross: Any
 
 
 @dataclass(frozen=True)
@@ -129,15 +163,19 @@ def generate_call(
     return Call("POST", "/generate", body, _parser(GenerateResponse, inputs))
 
 
+def stream_call(inputs: One, parameters: Parameters | None, options: Options) -> Call[Any]:
+    """POST /generate for a stream of events."""
+    call = generate_call(inputs, parameters, options)
+    return Call("POST", "/generate", {**(call.body or {}), "stream": True}, call.parse)
+
+
 def logits_call(
     inputs: One | Many, targets: One | Many | None, options: LogitsOptions
 ) -> Call[Any]:
     """POST /logits, as safetensors where numpy can hold them."""
-    binary = importlib.util.find_spec("numpy") is not None
-    body = {**_inputs(inputs), **_set(options), "format": "safetensors" if binary else "json"}
-    if targets is not None:
-        body |= _inputs(targets, "targets", "target_ids")
-    many = _is_many(inputs) or (targets is not None and _is_many(targets))
+    binary = _has_numpy()
+    body = _with_targets(inputs, targets, {**options, "format": _format(binary)})
+    many = _is_many(inputs) or _is_many(targets)
     last = options.get("positions", "last") == "last"
 
     def parse(response: httpx.Response) -> Logits | list[Logits]:
@@ -149,12 +187,34 @@ def logits_call(
     return Call("POST", "/logits", body, parse)
 
 
-def next_call(inputs: One | Many, prefix: One | None, options: NextOptions) -> Call[Any]:
+def next_call(inputs: One | Many, prefix: One | Many | None, options: NextOptions) -> Call[Any]:
     """POST /next."""
     body = {**_inputs(inputs), **_set(options)}
     if prefix is not None:
         body |= _inputs(prefix, "target_prefix", "target_prefix_ids")
-    return Call("POST", "/next", body, _parser(NextResponse, inputs))
+    return Call("POST", "/next", body, _parser(NextResponse, inputs, prefix))
+
+
+def score_call(inputs: One | Many, targets: One | Many | None, options: Options) -> Call[Any]:
+    """POST /score."""
+    body = _with_targets(inputs, targets, options)
+    return Call("POST", "/score", body, _parser(ScoreResponse, inputs, targets))
+
+
+def attention_call(
+    inputs: One | Many, targets: One | Many | None, options: AttentionOptions
+) -> Call[Any]:
+    """POST /attention, as safetensors where numpy can hold them."""
+    binary = _has_numpy()
+    body = _with_targets(inputs, targets, {**options, "format": _format(binary)})
+    many = _is_many(inputs) or _is_many(targets)
+
+    def parse(response: httpx.Response) -> Attention | list[Attention]:
+        read = read_attention if binary else _attention_from_json
+        results = read(response.content)
+        return results if many else results[0]
+
+    return Call("POST", "/attention", body, parse)
 
 
 def tokenize_call(texts: str | list[str], options: TextOptions) -> Call[Any]:
@@ -184,7 +244,22 @@ def _inputs(value: One | Many, text: str = "inputs", ids: str = "input_ids") -> 
     return {text if is_text else ids: value}
 
 
-def _is_many(value: One | Many) -> bool:
+def _with_targets(
+    inputs: One | Many, targets: One | Many | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    body = {**_inputs(inputs), **_set(options)}
+    return body if targets is None else body | _inputs(targets, "targets", "target_ids")
+
+
+def _has_numpy() -> bool:
+    return importlib.util.find_spec("numpy") is not None
+
+
+def _format(binary: bool) -> str:
+    return "safetensors" if binary else "json"
+
+
+def _is_many(value: One | Many | None) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int)
 
 
@@ -201,8 +276,9 @@ def _plain(parameters: Parameters) -> dict[str, Any]:
 # --- parsing -------------------------------------------------------------------------------------
 
 
-def _parser(answer: type[T], inputs: One | Many) -> Callable[[httpx.Response], Any]:
-    kind: Any = list[answer] if _is_many(inputs) else answer  # type: ignore[valid-type]
+def _parser(answer: type[T], *given: One | Many | None) -> Callable[[httpx.Response], Any]:
+    """What reads an answer, which is a list where anything given is one."""
+    kind: Any = list[answer] if any(map(_is_many, given)) else answer  # type: ignore[valid-type]
     return lambda response: TypeAdapter(kind).validate_json(response.content)
 
 
@@ -217,13 +293,63 @@ def error_of(response: httpx.Response) -> SeqserveError:
             param=None,
             request_id=response.headers.get("x-request-id"),
         )
-    return ERRORS.get(envelope.error_type, SeqserveError)(
-        envelope.error,
-        envelope.param,
+    return _error(
+        envelope,
         status=response.status_code,
-        request_id=envelope.request_id,
         retry_after=_seconds(response.headers.get("retry-after")),
     )
+
+
+def _error(envelope: ErrorResponse, **known: Any) -> SeqserveError:
+    kind = ERRORS.get(envelope.error_type, SeqserveError)
+    return kind(envelope.error, envelope.param, request_id=envelope.request_id, **known)
+
+
+class StreamReader:
+    """The events of a stream, as its bytes arrive."""
+
+    def __init__(self) -> None:
+        self._events = EventReader()
+        self._open: set[int] = set()  # sequences whose last event has not come
+
+    def push(self, piece: bytes) -> Iterator[StreamEvent]:
+        """The events that end with this piece.
+
+        Raises:
+            SeqserveError: one of them is an error.
+        """
+        for data in self._events.push(piece):
+            event = read_event(data)
+            if event.details is None:
+                self._open.add(event.sequence)
+            else:
+                self._open.discard(event.sequence)
+            yield event
+
+    def check_complete(self) -> None:
+        """To be called once all has arrived.
+
+        Raises:
+            NoConnectionError: the end is missing.
+        """
+        if self._open:
+            raise NoConnectionError("the stream ended before its last event")
+
+
+def read_event(data: str) -> StreamEvent:
+    """One event of a stream.
+
+    Raises:
+        SeqserveError: it is an error, or nothing that this client knows.
+    """
+    try:
+        fields = json.loads(data)
+        if isinstance(fields, dict) and "error" in fields:
+            blank = {"error_type": "internal", "param": None, "request_id": None}
+            raise _error(ErrorResponse.model_validate({**blank, **fields}))
+        return StreamEvent.model_validate(fields)
+    except ValueError as error:  # pydantic's are such too
+        raise SeqserveError(f"an event of the stream cannot be read: {data[:200]}") from error
 
 
 def read_logits(file: bytes, last: bool) -> list[Logits]:
@@ -237,6 +363,26 @@ def read_logits(file: bytes, last: bool) -> list[Logits]:
     return results
 
 
+def read_attention(file: bytes) -> list[Attention]:
+    """A safetensors answer of /attention, padding taken off."""
+    tensors, names = read_safetensors(file), _metadata(file)
+    lengths = zip(
+        tensors["source_lengths"].tolist(), tensors["target_lengths"].tolist(), strict=True
+    )
+    return [
+        Attention(
+            source_tokens=json.loads(names["source_tokens"])[i],
+            target_tokens=json.loads(names["target_tokens"])[i],
+            source_ids=tensors["source_ids"][i, :src].tolist(),
+            target_ids=tensors["target_ids"][i, :tgt].tolist(),
+            encoder=tensors["encoder"][i, :, :, :src, :src],
+            decoder=tensors["decoder"][i, :, :, :tgt, :tgt],
+            cross=tensors["cross"][i, :, :, :tgt, :src],
+        )
+        for i, (src, tgt) in enumerate(lengths)
+    ]
+
+
 _WIDE = frozenset({"logits", "ids", "values"})
 
 
@@ -244,10 +390,9 @@ def read_safetensors(file: bytes) -> dict[str, Any]:
     """Arrays of a safetensors file: a length, a JSON header, the data."""
     import numpy as np
 
-    start = 8 + int.from_bytes(file[:8], "little")
-    header: dict[str, Any] = json.loads(file[8:start])
+    start, header = _header(file)
     header.pop("__metadata__", None)
-    kinds = {"F32": np.float32, "I64": np.int64}
+    kinds = {"F32": np.float32, "F16": np.float16, "I64": np.int64}
     return {
         name: np.frombuffer(
             file,
@@ -257,6 +402,25 @@ def read_safetensors(file: bytes) -> dict[str, Any]:
         ).reshape(entry["shape"])
         for name, entry in header.items()
     }
+
+
+def _metadata(file: bytes) -> dict[str, str]:
+    _, header = _header(file)
+    names: dict[str, str] = header.get("__metadata__", {})
+    return names
+
+
+def _header(file: bytes) -> tuple[int, dict[str, Any]]:
+    """Where the data start, and what the header says."""
+    start = 8 + int.from_bytes(file[:8], "little")
+    return start, json.loads(file[8:start])
+
+
+def _attention_from_json(file: bytes) -> list[Attention]:
+    """A JSON answer of /attention: lists."""
+    answer = TypeAdapter[Any](AttentionResponse | list[AttentionResponse]).validate_json(file)
+    answers = answer if isinstance(answer, list) else [answer]
+    return [Attention(**dict(a)) for a in answers]
 
 
 def _logits_from_json(file: bytes) -> list[Logits]:
@@ -331,6 +495,35 @@ class Client:
         """Continue each input; `parameters` for all of them, or a list with one for each."""
         return self.send(generate_call(inputs, parameters, options))
 
+    def stream(
+        self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
+    ) -> Iterator[StreamEvent]:
+        """Continue one input, token by token.
+
+        Closing the iterator, or leaving a loop over it for good, ends the generation.
+
+        Raises:
+            SeqserveError: the server refused or failed, or broke off, also in the middle.
+        """
+        call = stream_call(inputs, parameters, options)
+        left = self.retries
+        while True:
+            try:
+                with self._http.stream(
+                    call.method, call.path, json=call.body_for(self.model)
+                ) as response:
+                    if response.is_success:
+                        reader = StreamReader()
+                        for piece in response.iter_bytes():
+                            yield from reader.push(piece)
+                        reader.check_complete()
+                        return
+                    response.read()
+            except httpx.HTTPError as error:
+                raise _no_connection(error) from error
+            left = _still_worth_it(response, left)
+            time.sleep(_pause(response))
+
     @overload
     def logits(
         self, inputs: One, targets: One | None = None, **options: Unpack[LogitsOptions]
@@ -353,11 +546,49 @@ class Client:
     ) -> NextResponse: ...
     @overload
     def next(
-        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+        self, inputs: One, target_prefix: Many, **options: Unpack[NextOptions]
+    ) -> list[NextResponse]: ...
+    @overload
+    def next(
+        self, inputs: Many, target_prefix: One | Many | None = None, **options: Unpack[NextOptions]
     ) -> list[NextResponse]: ...
     def next(self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]) -> Any:
-        """The likeliest next tokens, best first."""
+        """The likeliest next tokens, best first; prefixes pair up, or are several for one input."""
         return self.send(next_call(inputs, target_prefix, options))
+
+    @overload
+    def score(
+        self, inputs: One, targets: One | None = None, **options: Unpack[Options]
+    ) -> ScoreResponse: ...
+    @overload
+    def score(
+        self, inputs: One, targets: Many, **options: Unpack[Options]
+    ) -> list[ScoreResponse]: ...
+    @overload
+    def score(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[Options]
+    ) -> list[ScoreResponse]: ...
+    def score(self, inputs: Any, targets: Any = None, **options: Unpack[Options]) -> Any:
+        """Log-probabilities of given targets; they pair up, or are several for one input."""
+        return self.send(score_call(inputs, targets, options))
+
+    @overload
+    def attention(
+        self, inputs: One, targets: One | None = None, **options: Unpack[AttentionOptions]
+    ) -> Attention: ...
+    @overload
+    def attention(
+        self, inputs: One, targets: Many, **options: Unpack[AttentionOptions]
+    ) -> list[Attention]: ...
+    @overload
+    def attention(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[AttentionOptions]
+    ) -> list[Attention]: ...
+    def attention(
+        self, inputs: Any, targets: Any = None, **options: Unpack[AttentionOptions]
+    ) -> Any:
+        """Attention weights of all layers and heads, for given targets."""
+        return self.send(attention_call(inputs, targets, options))
 
     @overload
     def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...
@@ -460,6 +691,37 @@ class AsyncClient:
         """Continue each input; `parameters` for all of them, or a list with one for each."""
         return await self.send(generate_call(inputs, parameters, options))
 
+    async def stream(
+        self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
+    ) -> AsyncIterator[StreamEvent]:
+        """Continue one input, token by token.
+
+        Closing the iterator (`contextlib.aclosing`) ends the generation. Leaving a loop over it
+        does so too, but only when Python collects the iterator.
+
+        Raises:
+            SeqserveError: the server refused or failed, or broke off, also in the middle.
+        """
+        call = stream_call(inputs, parameters, options)
+        left = self.retries
+        while True:
+            try:
+                async with self._http.stream(
+                    call.method, call.path, json=call.body_for(self.model)
+                ) as response:
+                    if response.is_success:
+                        reader = StreamReader()
+                        async for piece in response.aiter_bytes():
+                            for event in reader.push(piece):
+                                yield event
+                        reader.check_complete()
+                        return
+                    await response.aread()
+            except httpx.HTTPError as error:
+                raise _no_connection(error) from error
+            left = _still_worth_it(response, left)
+            await asyncio.sleep(_pause(response))
+
     @overload
     async def logits(
         self, inputs: One, targets: One | None = None, **options: Unpack[LogitsOptions]
@@ -484,13 +746,51 @@ class AsyncClient:
     ) -> NextResponse: ...
     @overload
     async def next(
-        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+        self, inputs: One, target_prefix: Many, **options: Unpack[NextOptions]
+    ) -> list[NextResponse]: ...
+    @overload
+    async def next(
+        self, inputs: Many, target_prefix: One | Many | None = None, **options: Unpack[NextOptions]
     ) -> list[NextResponse]: ...
     async def next(
         self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]
     ) -> Any:
-        """The likeliest next tokens, best first."""
+        """The likeliest next tokens, best first; prefixes pair up, or are several for one input."""
         return await self.send(next_call(inputs, target_prefix, options))
+
+    @overload
+    async def score(
+        self, inputs: One, targets: One | None = None, **options: Unpack[Options]
+    ) -> ScoreResponse: ...
+    @overload
+    async def score(
+        self, inputs: One, targets: Many, **options: Unpack[Options]
+    ) -> list[ScoreResponse]: ...
+    @overload
+    async def score(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[Options]
+    ) -> list[ScoreResponse]: ...
+    async def score(self, inputs: Any, targets: Any = None, **options: Unpack[Options]) -> Any:
+        """Log-probabilities of given targets; they pair up, or are several for one input."""
+        return await self.send(score_call(inputs, targets, options))
+
+    @overload
+    async def attention(
+        self, inputs: One, targets: One | None = None, **options: Unpack[AttentionOptions]
+    ) -> Attention: ...
+    @overload
+    async def attention(
+        self, inputs: One, targets: Many, **options: Unpack[AttentionOptions]
+    ) -> list[Attention]: ...
+    @overload
+    async def attention(
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[AttentionOptions]
+    ) -> list[Attention]: ...
+    async def attention(
+        self, inputs: Any, targets: Any = None, **options: Unpack[AttentionOptions]
+    ) -> Any:
+        """Attention weights of all layers and heads, for given targets."""
+        return await self.send(attention_call(inputs, targets, options))
 
     @overload
     async def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...

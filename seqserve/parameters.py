@@ -5,33 +5,33 @@ The HTTP schema, the OpenAPI document, the SDK and the engine all take their par
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 MAX_SEED = 2**53 - 1
 """Seeds are exact in every JSON reader, JavaScript's included."""
+
+ONE, MANY = "<one>", "<many>"
+"""Tags of unions of a value and a list, dropped from error messages; no field can be called so."""
+
+
+def list_or_not(value: Any) -> str:
+    """Which branch of such a union is meant, so that an error names one place."""
+    return MANY if isinstance(value, list) else ONE
+
+
+Word = Annotated[
+    Annotated[str, Tag(ONE)] | Annotated[list[int], Field(fail_fast=True), Tag(MANY)],
+    Discriminator(list_or_not),
+]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 FOREIGN_NO_OPS: dict[str, Any] = {
     "adapter_id": None,
     "best_of": 1,
     "decoder_input_details": False,
     "grammar": None,
-    "min_new_tokens": 0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "bad_words": [],
-    "logit_bias": {},
-    "stop": [],
     "watermark": False,
 }
 """Fields of other APIs and the value by which each asks for nothing.
@@ -51,10 +51,15 @@ class GenerationParameters(BaseModel):
         description="Tokens to generate at most, `</s>` included, decoder start and target prefix "
         "excluded. Null: the model's default.",
     )
+    min_new_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="`</s>` is banned until so many tokens were generated. No-op: 0.",
+    )
     do_sample: bool | None = Field(
         None,
         description="Draw tokens instead of taking the likeliest. Null: true if `temperature`, "
-        "`top_k`, `top_p` or `seed` is set.",
+        "`top_k`, `top_p`, `min_p`, `typical_p` or `seed` is set.",
     )
     temperature: float | None = Field(
         None,
@@ -72,12 +77,106 @@ class GenerationParameters(BaseModel):
         description="Draw from the fewest likeliest tokens whose probabilities sum to at least "
         "top_p (Holtzman et al., 2020). No-op: 1.",
     )
+    min_p: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="Ban tokens with less than min_p times the likeliest one's probability "
+        "(Nguyen et al., 2024). No-op: 0.",
+    )
+    typical_p: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Draw from the tokens whose surprise is nearest to the entropy and whose "
+        "probabilities sum to at least typical_p (Meister et al., 2023). No-op: 1.",
+    )
     seed: int | None = Field(
         None,
         ge=0,
         le=MAX_SEED,
         description="Key of the random numbers: the same seed draws the same tokens, in any "
         "company. Null: one is drawn and returned.",
+    )
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        description="Hypotheses searched side by side. No-op: 1, which is no beam search.",
+    )
+    num_return_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="Answers to return: of a beam search, the best (at most `num_beams`); of "
+        "sampling, independent draws. No-op: 1.",
+    )
+    length_penalty: float | None = Field(
+        None,
+        ge=-10.0,
+        le=10.0,
+        description="A hypothesis' summed log-probability is divided by its length to this power: "
+        "above 0 favours long ones. Only with beams. No-op: 1.",
+    )
+    early_stopping: Literal[True, False, "never"] | None = Field(
+        None,
+        description="A beam search ends, if true, once `num_beams` hypotheses have finished; if "
+        'false, once no live one seems to do better; if "never", once none can. Only with beams. '
+        "No-op: false.",
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0.0,
+        le=100.0,
+        description="Positive scores of tokens in the target so far, decoder start included, are "
+        "divided by it, negative ones multiplied (Keskar et al., 2019). No-op: 1.",
+    )
+    no_repeat_ngram_size: int | None = Field(
+        None,
+        ge=0,
+        description="No n-gram of this size occurs twice in the target. No-op: 0.",
+    )
+    encoder_no_repeat_ngram_size: int | None = Field(
+        None,
+        ge=0,
+        description="No n-gram of this size is copied from the source. No-op: 0.",
+    )
+    frequency_penalty: float | None = Field(
+        None,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from a token's logit for each time it was generated. No-op: 0.",
+    )
+    presence_penalty: float | None = Field(
+        None,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from a token's logit if it was generated. No-op: 0.",
+    )
+    bad_words: list[Word] | None = Field(
+        None,
+        max_length=1000,
+        description="Token sequences never completed: texts, or lists of ids. No-op: [].",
+    )
+    logit_bias: dict[str, Bias] | None = Field(
+        None,
+        max_length=1000,
+        description="Token id (as a JSON object's key) and what is added to its logit, in "
+        "[-100, 100]. No-op: {}.",
+    )
+    stop: list[Annotated[str, Field(min_length=1, max_length=1000)]] | None = Field(
+        None,
+        max_length=16,
+        description="Texts that end the generation; they are matched across token boundaries and "
+        "cut off the text. No-op: [].",
+    )
+    forced_bos_token_id: int | None = Field(
+        None,
+        ge=0,
+        description="The first token behind the decoder start. No-op: null.",
+    )
+    forced_eos_token_id: int | None = Field(
+        None,
+        ge=0,
+        description="The last token that `max_new_tokens` allows. No-op: null.",
     )
     target_prefix: str | None = Field(
         None, description="Text that the target starts with; the decoder continues from it."
@@ -117,14 +216,34 @@ class GenerationParameters(BaseModel):
             )
         if self.target_prefix is not None and self.target_prefix_ids is not None:
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
+        self._check_beams()
+        if (self.min_new_tokens or 0) > (self.max_new_tokens or self.min_new_tokens or 0):
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}, "
+                f"got {self.min_new_tokens}"
+            )
         return self
+
+    def _check_beams(self) -> None:
+        beams, sequences = self.num_beams or 1, self.num_return_sequences or 1
+        if beams > 1 and self.samples:
+            raise ValueError(f"num_beams {beams} cannot be combined with sampling")
+        if sequences > beams and not self.samples:
+            raise ValueError(
+                f"num_return_sequences must be at most num_beams, {beams}, without sampling, "
+                f"got {sequences}"
+            )
+        for name, no_op in (("length_penalty", 1.0), ("early_stopping", False)):
+            value = getattr(self, name)
+            if beams == 1 and value is not None and value != no_op:
+                raise ValueError(f"{name} needs num_beams above 1, got {value}")
 
     @property
     def sampling_fields(self) -> list[str]:
         """The fields set that only sampling uses."""
         return [
             name
-            for name in ("temperature", "top_k", "top_p", "seed")
+            for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
             if getattr(self, name) is not None
         ]
 

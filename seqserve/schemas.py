@@ -21,17 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from seqserve.parameters import GenerationParameters
-
-ONE, MANY = "<one>", "<many>"
-"""Tags of the unions below; no field can be called so."""
+from seqserve.parameters import MANY, ONE, GenerationParameters, list_or_not
 
 TIMEOUT_LIMIT = 86_400.0
 """Seconds; nobody waits longer."""
-
-
-def _list_or_not(value: Any) -> str:
-    return MANY if isinstance(value, list) else ONE
 
 
 def _nested_or_not(value: Any) -> str:
@@ -42,7 +35,7 @@ def _nested_or_not(value: Any) -> str:
 Text = Annotated[str, Tag(ONE)]
 Texts = Annotated[
     Text | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag(MANY)],
-    Discriminator(_list_or_not),
+    Discriminator(list_or_not),
 ]
 IdList = Annotated[list[int], Field(fail_fast=True)]
 Ids = Annotated[
@@ -53,10 +46,10 @@ Ids = Annotated[
 Parameters = Annotated[
     Annotated[GenerationParameters, Tag(ONE)]
     | Annotated[list[GenerationParameters], Field(min_length=1, fail_fast=True), Tag(MANY)],
-    Discriminator(_list_or_not),
+    Discriminator(list_or_not),
 ]
 
-FinishReason = Literal["eos_token", "length"]
+FinishReason = Literal["eos_token", "stop_sequence", "length"]
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -137,12 +130,15 @@ class GenerateRequest(_Run):
         None,
         description="How to generate: one object for all inputs, or a list with one per input.",
     )
-    stream: Literal[False] | None = Field(
-        None, description="Must be false or null: answers come whole."
+    stream: bool | None = Field(
+        None,
+        description="Answer with server-sent events, one for each token; for one input only.",
     )
 
     @model_validator(mode="after")
     def _parameters_match(self) -> Self:
+        if self.stream and self.is_list:
+            raise ValueError(f"stream needs one input, got a list of {self.count}")
         if isinstance(self.parameters, list) and len(self.parameters) != self.count:
             raise ValueError(
                 f"parameters has {len(self.parameters)} entries, but there are {self.count} inputs"
@@ -160,40 +156,33 @@ class GenerateRequest(_Run):
         return f"parameters[{index}]" if isinstance(self.parameters, list) else "parameters"
 
 
-class LogitsRequest(_Run):
-    """Teacher-forced logits: one masked forward pass over the decoder start and the targets."""
-
+class _Targets(_Run):
     targets: Texts | None = Field(
         None,
         description="Target texts: one for each input, or several for one input, which is then "
         "encoded once. No `</s>` is added. Null: the decoder start alone.",
+        examples=["HH AH", ["HH AH", "HH EH"]],
     )
     target_ids: Ids | None = Field(
         None, description="The same as token ids, behind the decoder start. Not with `targets`."
-    )
-    positions: Literal["last", "all"] = Field(
-        "last", description="Logits behind the last target token only, or behind every one."
-    )
-    top_k: int | None = Field(
-        None, ge=1, description="Return the k largest logits and their ids instead of all logits."
-    )
-    format: Literal["json", "safetensors"] | None = Field(
-        None,
-        description="Null: JSON, or safetensors where the `Accept` header asks for "
-        "`application/octet-stream`.",
     )
 
     @model_validator(mode="after")
     def _targets_match(self) -> Self:
         if self.targets is not None and self.target_ids is not None:
             raise ValueError("targets and target_ids exclude each other")
-        name = "targets" if self.targets is not None else "target_ids"
         count = self.target_count
         if count is not None and count != self.count and self.count != 1:
             raise ValueError(
-                f"{name} must pair up with the inputs: {count} targets, {self.count} inputs"
+                f"{self.targets_name} must pair up with the inputs: {count} targets, "
+                f"{self.count} inputs"
             )
         return self
+
+    @property
+    def targets_name(self) -> str:
+        """The field that holds the targets."""
+        return "targets" if self.targets is not None else "target_ids"
 
     @property
     def target_texts(self) -> list[str] | None:
@@ -212,10 +201,64 @@ class LogitsRequest(_Run):
         return None if targets is None else len(targets)
 
     @property
+    def targets_are_list(self) -> bool:
+        """Whether there is a list of targets."""
+        return isinstance(self.targets, list) or _nested_or_not(self.target_ids) == MANY
+
+    def target_place(self, index: int) -> str:
+        """How an error message calls a target: `targets`, or `targets[3]` in a list."""
+        return f"{self.targets_name}[{index}]" if self.targets_are_list else self.targets_name
+
+    @property
     def is_list(self) -> bool:
         """Whether the answer is a list: of inputs, or of several targets for one input."""
-        nested = _nested_or_not(self.target_ids) == MANY
-        return super().is_list or isinstance(self.targets, list) or nested
+        return super().is_list or self.targets_are_list
+
+
+Format = Annotated[
+    Literal["json", "safetensors"] | None,
+    Field(
+        description="Null: JSON, or safetensors where the `Accept` header asks for "
+        "`application/octet-stream`."
+    ),
+]
+
+
+class LogitsRequest(_Targets):
+    """Teacher-forced logits: one masked forward pass over the decoder start and the targets."""
+
+    positions: Literal["last", "all"] = Field(
+        "last", description="Logits behind the last target token only, or behind every one."
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="Return the k largest logits and their ids instead of all logits."
+    )
+    format: Format = None
+
+
+class ScoreRequest(_Targets):
+    """How likely the model finds given targets: one masked forward pass over each."""
+
+    targets: Texts | None = Field(
+        None,
+        description="Target texts: one for each input, or several for one input, which is then "
+        "encoded once. The `</s>` that the tokenizer puts behind a text is scored too.",
+        examples=["HH AH L OW", ["HH AH L OW", "HH EH L OW"]],
+    )
+    target_ids: Ids | None = Field(
+        None,
+        description="The same as token ids, scored exactly as given: without the decoder start, "
+        "with `</s>` if it is to be scored. Not with `targets`.",
+    )
+
+
+class AttentionRequest(_Targets):
+    """Attention weights of one masked forward pass over the decoder start and the targets."""
+
+    dtype: Literal["float32", "float16"] = Field(
+        "float32", description="Number format of the answer; float16 has half the digits."
+    )
+    format: Format = None
 
 
 class NextRequest(_Run):
@@ -223,8 +266,9 @@ class NextRequest(_Run):
 
     target_prefix: Texts | None = Field(
         None,
-        description="Text that the target starts with: one for all inputs, or a list with one per "
-        "input.",
+        description="Text that the target starts with: one for all inputs, a list with one per "
+        "input, or several for one input, which is then encoded once.",
+        examples=["HH", ["HH", "HH AH"]],
     )
     target_prefix_ids: Ids | None = Field(
         None, description="The same as token ids. Not with `target_prefix`."
@@ -235,13 +279,39 @@ class NextRequest(_Run):
     def _prefixes_match(self) -> Self:
         if self.target_prefix is not None and self.target_prefix_ids is not None:
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
-        for name, count in (
-            ("target_prefix", len(as_list(self.target_prefix or "-"))),
-            ("target_prefix_ids", len(as_lists(self.target_prefix_ids or [0]))),
-        ):
-            if count not in (1, self.count):
-                raise ValueError(f"{name} has {count} entries, but there are {self.count} inputs")
+        if self.count != 1 and self.prefix_count not in (0, 1, self.count):
+            raise ValueError(
+                f"{self.prefix_name} has {self.prefix_count} entries, but there are {self.count} "
+                "inputs"
+            )
         return self
+
+    @property
+    def prefix_name(self) -> str:
+        """The field that holds the prefixes."""
+        return "target_prefix_ids" if self.target_prefix_ids is not None else "target_prefix"
+
+    @property
+    def prefix_count(self) -> int:
+        """Number of prefixes, 0 where none were given."""
+        if self.target_prefix is not None:
+            return len(as_list(self.target_prefix))
+        return 0 if self.target_prefix_ids is None else len(as_lists(self.target_prefix_ids))
+
+    @property
+    def prefixes_are_list(self) -> bool:
+        """Whether there is a list of prefixes."""
+        nested = _nested_or_not(self.target_prefix_ids) == MANY
+        return isinstance(self.target_prefix, list) or nested
+
+    def prefix_place(self, index: int) -> str:
+        """How an error message calls a prefix: `target_prefix`, or `target_prefix[3]` in a list."""
+        return f"{self.prefix_name}[{index}]" if self.prefixes_are_list else self.prefix_name
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is a list: of inputs, or of several prefixes of one input."""
+        return super().is_list or self.prefixes_are_list
 
 
 class TokenizeRequest(Request):
@@ -302,26 +372,63 @@ class Details(Answer):
     """How an answer came about."""
 
     finish_reason: FinishReason = Field(
-        description="`eos_token`: the model ended it; `length`: it reached its limit."
+        description="`eos_token`: the model ended it; `stop_sequence`: one of `stop` did; "
+        "`length`: it reached its limit."
     )
     input_tokens: int = Field(description="Source tokens, `</s>` included, after truncation.")
     unknown_tokens: int = Field(description="How many of them are `<unk>`.")
     truncated: bool = Field(description="Whether `truncate` cut the source.")
     generated_tokens: int = Field(description="Generated tokens, `</s>` included.")
     seed: int | None = Field(description="What the draws were made with; null without sampling.")
-    score: float | None = Field(None, description="Null: no beam search took place.")
+    score: float | None = Field(
+        None, description="Of a beam search: its length-penalised score. Null: none took place."
+    )
     prefill: list[Token] = Field(description="Always empty; for clients of other servers.")
-    tokens: list[Token] = Field(description="The generated tokens.")
+    tokens: list[Token] = Field(
+        description="The generated tokens; in a stream only where details were asked for."
+    )
     top_tokens: list[list[Token]] | None = Field(
         None, description="With `top_n_tokens`: the likeliest tokens of each step, best first."
     )
+    queue_time: float | None = Field(
+        None, description="In a stream, where headers have gone: milliseconds in the queue."
+    )
+    inference_time: float | None = Field(
+        None, description="In a stream: milliseconds in the engine."
+    )
+
+
+class Generated(Answer):
+    """One of several continuations of an input."""
+
+    generated_text: str | None = Field(description="Null where the model has no tokenizer.")
+    score: float | None = Field(None, description="Of a beam search; null without one.")
+    details: Details | None = Field(None, description="With `parameters.details`.")
 
 
 class GenerateResponse(Answer):
-    """One input's continuation."""
+    """One input's continuation, the best where there are several."""
 
     generated_text: str | None = Field(description="Null where the model has no tokenizer.")
+    sequences: list[Generated] | None = Field(
+        None, description="With `num_return_sequences` above 1: all of them, best first."
+    )
     details: Details | None = Field(None, description="With `parameters.details`.")
+
+
+class StreamEvent(Answer):
+    """One event of a stream: a token."""
+
+    index: int = Field(description="Of the token in its sequence, from 0.")
+    sequence: int = Field(description="Which of several continuations it belongs to, from 0.")
+    token: Token | None = Field(
+        description="Null only in the one event of an input without anything to generate."
+    )
+    top_tokens: list[Token] | None = Field(None, description="With `top_n_tokens`.")
+    generated_text: str | None = Field(
+        None, description="The whole text, with a sequence's last token."
+    )
+    details: Details | None = Field(None, description="With a sequence's last token.")
 
 
 class LogitsResponse(Answer):
@@ -340,6 +447,40 @@ class LogitsResponse(Answer):
     values: list[float | None] | list[list[float | None]] | None = Field(
         None, description="With `top_k`: those logits."
     )
+
+
+class ScoreResponse(Answer):
+    """How likely the model finds one target, in nats."""
+
+    tokens: list[Token] = Field(description="The target's tokens, in order, `</s>` among them.")
+    logprob_sum: float | None = Field(
+        description="Of the tokens' log-probabilities; null where one of them is."
+    )
+    logprob_mean: float | None = Field(description="Per token.")
+    perplexity: float | None = Field(
+        description="`exp(-logprob_mean)`; null where that is no finite float32."
+    )
+
+
+Maps = list[list[list[list[float | None]]]]
+
+
+class AttentionResponse(Answer):
+    """Attention weights of one source and target, without padding; each row sums to 1."""
+
+    source_tokens: list[str | None] | None = Field(
+        description="The vocabulary's names of what the encoder was fed. Null without a tokenizer."
+    )
+    target_tokens: list[str | None] | None = Field(
+        description="The same of the decoder, decoder start included."
+    )
+    source_ids: list[int]
+    target_ids: list[int]
+    encoder: Maps = Field(description="`[layer][head][source query][source key]`.")
+    decoder: Maps = Field(
+        description="`[layer][head][target query][target key]`; 0 where the key comes later."
+    )
+    cross: Maps = Field(description="`[layer][head][target query][source key]`.")
 
 
 class NextToken(Answer):
@@ -392,7 +533,18 @@ class Batches(Answer):
     mean_rows: float = Field(description="Rows per step on average.")
     max_rows: int = Field(description="The fullest step.")
     histogram: dict[int, int] = Field(description="Rows in a step -> number of such steps.")
-    forward_passes: int = Field(description="Teacher-forced passes (/logits, /next) run.")
+    forward_passes: int = Field(
+        description="Teacher-forced passes (/logits, /next, /score, /attention) run."
+    )
+
+
+class EncoderCacheInfo(Answer):
+    """Encoder outputs kept for sources that come again."""
+
+    hits: int = Field(description="Sources that did not have to be encoded again.")
+    misses: int = Field(description="Sources that had to be encoded.")
+    bytes: int = Field(description="Memory in use.")
+    max_bytes: int = Field(description="At most; 0: off.")
 
 
 class ModelInfo(Answer):
@@ -419,6 +571,9 @@ class ModelInfo(Answer):
     waiting: int | None = Field(None, description="Sequences and passes not yet begun.")
     running: int | None = Field(None, description="Rows being decoded.")
     batches: Batches | None = None
+    encoder_cache: EncoderCacheInfo | None = Field(
+        None, description="Null where nothing can be kept, as each new token changes the source."
+    )
 
 
 class Limits(Answer):

@@ -27,13 +27,14 @@ class _Pending:
     Attributes:
         plan: what to do; None if that failed.
         error: why there will be no answer.
-        done: whether everything is known.
+        events: of each of the plan's sequences, so far.
+        unfinished: sequences that still run.
     """
 
     plan: Plan | None = None
     error: SeqserveError | None = None
-    events: list[TokenEvent] = field(default_factory=list)
-    done: bool = False
+    events: dict[Sequence, list[TokenEvent]] = field(default_factory=dict)
+    unfinished: int = 0
 
 
 class Batch:
@@ -64,20 +65,21 @@ class Batch:
                 return
             if self.engine.has_work:
                 self._take_in(self.engine.step())
-            while self._pending and self._pending[0].done:
+            while self._pending and not self._pending[0].unfinished:
                 yield self._finish(self._pending.popleft())
 
     def _admit(self, item: Item) -> None:
-        pending = _Pending(done=True)
+        pending = _Pending()
         self._pending.append(pending)
         try:
             if isinstance(item, SeqserveError):
                 raise item
             [pending.plan] = self.generator.plan(item)
-            if pending.plan.sequence:
-                self.engine.submit(pending.plan.sequence)
-                self._owners[pending.plan.sequence] = pending
-                pending.done = False
+            for sequence in pending.plan.sequences:
+                self.engine.submit(sequence)
+                self._owners[sequence] = pending
+                pending.events[sequence] = []
+                pending.unfinished += 1
         except SeqserveError as error:
             pending.error = error
         except ValueError as error:  # it could never fit into the engine
@@ -91,9 +93,9 @@ class Batch:
             if isinstance(event, FailureEvent):
                 pending.error = GenerationFailedError(str(event.error))
             elif isinstance(event, TokenEvent):
-                pending.events.append(event)
+                pending.events[work].append(event)
             if is_last(event):
-                pending.done = True
+                pending.unfinished -= 1
                 del self._owners[work]
 
     def _finish(self, pending: _Pending) -> Answer:

@@ -41,14 +41,19 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def envelope(error: SeqserveError, request_id: str | None) -> Response:
-    """An error as an HTTP answer."""
-    body = {
+def envelope_of(error: SeqserveError, request_id: str | None) -> dict[str, Any]:
+    """An error as the one JSON object that all errors leave in."""
+    return {
         "error": error.message,
         "error_type": error.error_type,
         "param": error.param,
         "request_id": request_id,
     }
+
+
+def envelope(error: SeqserveError, request_id: str | None) -> Response:
+    """An error as an HTTP answer."""
+    body = envelope_of(error, request_id)
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"

@@ -1,10 +1,14 @@
-"""/logits and /next without HTTP: requests become teacher-forced passes, their events answers."""
+"""/logits, /next, /score and /attention without HTTP.
+
+Requests become teacher-forced passes, their events answers.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +16,53 @@ from safetensors.numpy import save
 
 from model.config import ModelSpec
 from model.sequence import Forward, ForwardEvent
+from model.tokenizer import IncrementalDetokenizer
+from model.transformer import Heads
 from seqserve.errors import InvalidRequestError
-from seqserve.schemas import LogitsRequest, NextRequest, NextResponse, NextToken, as_list, as_lists
-from service.numbers import shortest
+from seqserve.schemas import (
+    AttentionRequest,
+    LogitsRequest,
+    NextRequest,
+    NextResponse,
+    NextToken,
+    ScoreRequest,
+    ScoreResponse,
+    Token,
+    as_list,
+    as_lists,
+)
+from service.numbers import shortest, shortest_halves
 from service.vocabulary import Source, Vocabulary, read_sources
+
+Dtype = Literal["float32", "float16"]
+TargetsRequest = LogitsRequest | ScoreRequest | AttentionRequest
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source and the target that goes with it.
+
+    Attributes:
+        target: ids as asked for; None where none were.
+        place: how an error message calls the target.
+    """
+
+    source: Source
+    target: list[int] | None
+    place: str
 
 
 @dataclass(frozen=True)
 class Inspector:
-    """Plans and answers /logits and /next for one model. Pure: it runs nothing."""
+    """Plans and answers /logits, /next, /score and /attention for one model.
+
+    Pure: it runs nothing.
+    """
 
     spec: ModelSpec
     source: Vocabulary
     target: Vocabulary
+    heads: Heads
 
     # --- /logits ---------------------------------------------------------------------------------
 
@@ -34,22 +72,10 @@ class Inspector:
         Raises:
             InvalidRequestError: an input or target cannot be served; the message names it.
         """
-        sources = self._sources(request)
-        targets = self._targets(request)
         top_k = None if request.top_k is None else min(request.top_k, self.spec.tgt_vocab_size)
-        if targets is None:
-            fed = [self._fed(source, None, source.place) for source in sources]
-        else:
-            name = "targets" if request.targets is not None else "target_ids"
-            sources = sources * len(targets) if len(sources) == 1 else sources
-            places = [f"{name}[{i}]" if len(targets) > 1 else name for i in range(len(targets))]
-            fed = [
-                self._fed(source, target, place)
-                for source, target, place in zip(sources, targets, places, strict=True)
-            ]
         return [
-            Forward(source.ids, tgt, request.positions, top_k)
-            for source, tgt in zip(sources, fed, strict=True)
+            Forward(pair.source.ids, self._fed(pair), request.positions, top_k)
+            for pair in self._pairs(request)
         ]
 
     def size(self, passes: Sequence[Forward], padded: bool) -> int:
@@ -58,30 +84,119 @@ class Inspector:
         columns = passes[0].top_k or self.spec.tgt_vocab_size
         return columns * (len(passes) * max(lengths) if padded else sum(lengths))
 
-    def _targets(self, request: LogitsRequest) -> list[list[int]] | None:
-        if (texts := request.target_texts) is not None:
-            return self.target.encode_open(texts, "targets")
-        if (ids := request.target_id_lists) is None:
-            return None
-        for i, target in enumerate(ids):
-            nested = request.target_ids is ids
-            self.target.check(target, f"target_ids[{i}]" if nested else "target_ids")
-        return ids
+    # --- /score ----------------------------------------------------------------------------------
 
-    def _fed(self, source: Source, target: list[int] | None, place: str) -> list[int]:
-        """What the decoder is fed."""
+    def plan_score(self, request: ScoreRequest) -> list[Forward]:
+        """One pass for each answer.
+
+        Raises:
+            InvalidRequestError: an input or target cannot be served; the message names it.
+        """
+        return [self._scored(pair) for pair in self._pairs(request, ended=True)]
+
+    def answer_score(self, event: ForwardEvent) -> ScoreResponse:
+        """The log-probabilities of one target."""
+        labels = event.forward.labels
+        assert labels is not None
+        assert event.logprobs is not None
+        logprobs: list[float] = event.logprobs[:, 0].tolist()
+        total = sum(logprobs)
+        mean = total / len(logprobs)
+        special = self.target.special_ids | {self.spec.eos_id}
+        texts = _texts(self.target, labels)
+        return ScoreResponse(
+            tokens=[
+                Token(id=id, text=text, logprob=shortest(logprob), special=id in special)
+                for id, text, logprob in zip(labels, texts, logprobs, strict=True)
+            ],
+            logprob_sum=shortest(total),
+            logprob_mean=shortest(mean),
+            perplexity=_perplexity(mean),
+        )
+
+    def _scored(self, pair: Pair) -> Forward:
+        """Each position predicts the label beside it."""
+        target = pair.target
+        if target is None and self.spec.source_is_target:
+            target = pair.source.ids
         if target is None:
-            target = source.ids if self.spec.source_is_target else []
-        fed = [*self.spec.decoder_start_ids, *target]
-        if not fed:
-            raise InvalidRequestError(f"{place} must have at least one token", place)
-        if len(fed) > self.spec.max_tgt:
             raise InvalidRequestError(
-                f"{place} has {len(fed)} tokens with the decoder start, the model takes at most "
-                f"{self.spec.max_tgt}",
-                place,
+                "targets (text) or target_ids (token ids) must be given", "targets"
             )
-        return fed
+        start = self.spec.decoder_start_ids
+        labels = target if start else target[1:]  # else the first token is what the decoder starts
+        if not labels:
+            least = "one token" if start else "two tokens: the first is not predicted"
+            raise InvalidRequestError(
+                f"{pair.place} must have at least {least}, got {len(target)}", pair.place
+            )
+        fed = [*start, *target[:-1]]
+        if len(fed) > self.spec.max_tgt:
+            limit = self.spec.max_tgt - len(fed) + len(target)
+            raise InvalidRequestError(
+                f"{pair.place} has {len(target)} tokens, the model takes at most {limit}",
+                pair.place,
+            )
+        return Forward(pair.source.ids, fed, "all", labels=labels)
+
+    # --- /attention ------------------------------------------------------------------------------
+
+    def plan_attention(self, request: AttentionRequest) -> list[Forward]:
+        """One pass for each answer.
+
+        Raises:
+            InvalidRequestError: an input or target cannot be served; the message names it.
+        """
+        return [
+            Forward(pair.source.ids, self._fed(pair), attention=True)
+            for pair in self._pairs(request)
+        ]
+
+    def attention_size(self, passes: Sequence[Forward], padded: bool) -> int:
+        """Weights in the answer of /attention."""
+        sizes = [(len(p.src), len(p.tgt)) for p in passes]
+        if padded:
+            longest = (max(src for src, _ in sizes), max(tgt for _, tgt in sizes))
+            sizes = [longest] * len(sizes)
+        return sum(self.heads.weights(src, tgt) for src, tgt in sizes)
+
+    def answer_attention(self, event: ForwardEvent, dtype: Dtype) -> dict[str, Any]:
+        """The weights of one pass as JSON; the arrays' digits are the shortest for the dtype."""
+        maps = _maps(event, dtype)
+        if dtype == "float16":
+            maps = {name: shortest_halves(array) for name, array in maps.items()}
+        return {
+            "source_tokens": _names(self.source, event.forward.src),
+            "target_tokens": _names(self.target, event.forward.tgt),
+            "source_ids": event.forward.src,
+            "target_ids": event.forward.tgt,
+            **maps,
+        }
+
+    def attention_file(self, events: Sequence[ForwardEvent], dtype: Dtype) -> bytes:
+        """The weights of all passes as safetensors.
+
+        Tensors, padded with 0: `encoder` ``[batch, layers, heads, src, src]``, `decoder`
+        ``[batch, layers, heads, tgt, tgt]``, `cross` ``[batch, layers, heads, tgt, src]``;
+        `source_lengths` and `target_lengths` ``[batch]``; `source_ids` and `target_ids`
+        ``[batch, longest]``, padded with the model's pad id. The metadata hold `source_tokens` and
+        `target_tokens` as JSON, one list (or null) for each row.
+        """
+        sources = [np.asarray(event.forward.src, dtype=np.int64) for event in events]
+        targets = [np.asarray(event.forward.tgt, dtype=np.int64) for event in events]
+        maps = [_maps(event, dtype) for event in events]
+        tensors = {
+            **{name: _stack_maps([m[name] for m in maps]) for name in maps[0]},
+            "source_lengths": np.asarray([len(ids) for ids in sources], dtype=np.int64),
+            "target_lengths": np.asarray([len(ids) for ids in targets], dtype=np.int64),
+            "source_ids": _stack(sources, self.spec.pad_id),
+            "target_ids": _stack(targets, self.spec.pad_id),
+        }
+        names = {
+            "source_tokens": [_names(self.source, event.forward.src) for event in events],
+            "target_tokens": [_names(self.target, event.forward.tgt) for event in events],
+        }
+        return bytes(save(tensors, {key: json.dumps(value) for key, value in names.items()}))
 
     # --- /next -----------------------------------------------------------------------------------
 
@@ -95,10 +210,12 @@ class Inspector:
         prefixes = self._prefixes(request)
         if len(prefixes) == 1:
             prefixes = prefixes * len(sources)
+        if len(sources) == 1:
+            sources = sources * len(prefixes)
         top_k = min(request.top_k, self.spec.tgt_vocab_size)
         return [
-            self._next(source, prefix, top_k)
-            for source, prefix in zip(sources, prefixes, strict=True)
+            self._next(source, prefix, request.prefix_place(i), top_k)
+            for i, (source, prefix) in enumerate(zip(sources, prefixes, strict=True))
         ]
 
     def answer_next(self, event: ForwardEvent) -> NextResponse:
@@ -114,11 +231,11 @@ class Inspector:
         ]
         return NextResponse(tokens=tokens)
 
-    def _next(self, source: Source, prefix: list[int], top_k: int) -> Forward:
+    def _next(self, source: Source, prefix: list[int], place: str, top_k: int) -> Forward:
         if self.spec.source_is_target:  # as when generating: both sides see all of it
             grown = [*source.ids, *prefix]
-            return Forward(grown, self._fed(source, grown, source.place), "last", top_k)
-        return Forward(source.ids, self._fed(source, prefix, "target_prefix"), "last", top_k)
+            return Forward(grown, self._fed(Pair(source, grown, source.place)), "last", top_k)
+        return Forward(source.ids, self._fed(Pair(source, prefix, place)), "last", top_k)
 
     def _prefixes(self, request: NextRequest) -> list[list[int]]:
         if request.target_prefix is not None:
@@ -127,13 +244,56 @@ class Inspector:
             return [[]]
         prefixes = as_lists(request.target_prefix_ids)
         for i, prefix in enumerate(prefixes):
-            nested = prefixes is request.target_prefix_ids
-            self.target.check(prefix, f"target_prefix_ids[{i}]" if nested else "target_prefix_ids")
+            self.target.check(prefix, request.prefix_place(i))
         return prefixes
 
-    # --- both ------------------------------------------------------------------------------------
+    # --- all of them -----------------------------------------------------------------------------
 
-    def _sources(self, request: LogitsRequest | NextRequest) -> list[Source]:
+    def _pairs(self, request: TargetsRequest, ended: bool = False) -> list[Pair]:
+        """The inputs with their targets: one for each, or several for the only input.
+
+        Args:
+            ended: whether text targets get the `</s>` of the tokenizer.
+        """
+        sources = self._sources(request)
+        targets = self._targets(request, ended)
+        if targets is None:
+            return [Pair(source, None, source.place) for source in sources]
+        if len(sources) == 1:
+            sources = sources * len(targets)
+        return [
+            Pair(source, target, request.target_place(i))
+            for i, (source, target) in enumerate(zip(sources, targets, strict=True))
+        ]
+
+    def _targets(self, request: TargetsRequest, ended: bool) -> list[list[int]] | None:
+        if (texts := request.target_texts) is not None:
+            if ended:
+                return self.target.need_tokenizer("targets").encode(texts)
+            return self.target.encode_open(texts, "targets")
+        if (ids := request.target_id_lists) is None:
+            return None
+        for i, target in enumerate(ids):
+            self.target.check(target, request.target_place(i))
+        return ids
+
+    def _fed(self, pair: Pair) -> list[int]:
+        """What the decoder is fed."""
+        target = pair.target
+        if target is None:
+            target = pair.source.ids if self.spec.source_is_target else []
+        fed = [*self.spec.decoder_start_ids, *target]
+        if not fed:
+            raise InvalidRequestError(f"{pair.place} must have at least one token", pair.place)
+        if len(fed) > self.spec.max_tgt:
+            raise InvalidRequestError(
+                f"{pair.place} has {len(fed)} tokens with the decoder start, the model takes at "
+                f"most {self.spec.max_tgt}",
+                pair.place,
+            )
+        return fed
+
+    def _sources(self, request: TargetsRequest | NextRequest) -> list[Source]:
         indices = range(request.count)
         sources = read_sources(
             self.source,
@@ -179,6 +339,50 @@ def logits_as_safetensors(events: Sequence[ForwardEvent], pad_id: int) -> bytes:
         tensors["values"] = values
         tensors["ids"] = _stack([_numpy(e.ids) for e in events if e.ids is not None], 0)
     return bytes(save(tensors))
+
+
+def _texts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str | None]:
+    """What each token adds to the text, or a special token's name; None without a tokenizer."""
+    tokenizer = vocabulary.tokenizer
+    if tokenizer is None:
+        return [None] * len(ids)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    texts: list[str | None] = []
+    last = None
+    for i, id in enumerate(ids):
+        spelled = id < tokenizer.vocab_size and id not in vocabulary.special_ids
+        texts.append(detokenizer.push(id) if spelled else vocabulary.name(id))
+        last = i if spelled else last
+    if last is not None:
+        texts[last] = (texts[last] or "") + detokenizer.finish()
+    return texts
+
+
+def _names(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str | None] | None:
+    """The vocabulary's names of ids; None without a tokenizer."""
+    return None if vocabulary.tokenizer is None else [vocabulary.name(id) for id in ids]
+
+
+def _perplexity(mean: float) -> float | None:
+    """``exp(-mean)``; None where that is no finite float32."""
+    with np.errstate(over="ignore"):
+        return shortest(float(np.exp(np.float32(-mean))))
+
+
+def _maps(event: ForwardEvent, dtype: Dtype) -> dict[str, NDArray[Any]]:
+    assert event.attention
+    found = event.attention
+    maps = {"encoder": found.encoder, "decoder": found.decoder, "cross": found.cross}
+    return {name: _numpy(tensor).astype(dtype) for name, tensor in maps.items()}
+
+
+def _stack_maps(maps: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """``[layers, heads, query, key]`` of several sizes -> ``[batch, layers, heads, ...]``."""
+    queries, keys = (max(m.shape[axis] for m in maps) for axis in (2, 3))
+    stacked = np.zeros((len(maps), *maps[0].shape[:2], queries, keys), maps[0].dtype)
+    for row, weights in zip(stacked, maps, strict=True):
+        row[:, :, : weights.shape[2], : weights.shape[3]] = weights
+    return stacked
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:

@@ -14,11 +14,13 @@ from typing import Literal, ParamSpec, TypeVar, cast
 
 import torch
 
+from model.cache import EncoderCache
 from model.checkpoint import ModelError
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
+from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
-from seqserve.schemas import Batches, ModelInfo
+from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.generation import Generator
 from service.inspection import Inspector
 from service.runner import Runner, StepFigures
@@ -44,6 +46,7 @@ class ServedModel:
     loaded: LoadedModel
     runner: Runner
     figures: StepFigures
+    encoder_cache: EncoderCache | None = None
 
     @classmethod
     def start(cls, name: str, loaded: LoadedModel, settings: Settings) -> ServedModel:
@@ -52,7 +55,7 @@ class ServedModel:
         engine = Engine(loaded, engine_config(settings), figures.record)
         runner = Runner(engine, settings.max_queue, name)
         runner.start()
-        return cls(name, loaded, runner, figures)
+        return cls(name, loaded, runner, figures, engine.encoder_cache)
 
     @cached_property
     def generator(self) -> Generator:
@@ -60,7 +63,9 @@ class ServedModel:
 
     @cached_property
     def inspector(self) -> Inspector:
-        return Inspector(self.loaded.spec, self.generator.source, self.generator.target)
+        network = cast("Transformer", self.loaded.network)
+        spec, generator = self.loaded.spec, self.generator
+        return Inspector(spec, generator.source, generator.target, network.heads)
 
     def vocabulary(self, side: Side) -> Vocabulary:
         """The encoder's or the decoder's."""
@@ -93,6 +98,7 @@ class ServedModel:
             waiting=self.runner.engine.waiting,
             running=self.runner.engine.running,
             batches=batches(self.figures),
+            encoder_cache=cache_info(self.encoder_cache),
         )
 
 
@@ -254,6 +260,15 @@ def batches(figures: StepFigures) -> Batches:
         max_rows=max(histogram, default=0),
         histogram=histogram,
         forward_passes=figures.forward_passes,
+    )
+
+
+def cache_info(cache: EncoderCache | None) -> EncoderCacheInfo | None:
+    """Summary of the encoder cache."""
+    if cache is None:
+        return None
+    return EncoderCacheInfo(
+        hits=cache.hits, misses=cache.misses, bytes=cache.bytes, max_bytes=cache.max_bytes
     )
 
 

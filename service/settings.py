@@ -60,17 +60,27 @@ class Settings(BaseSettings):
     max_forward_tokens: int = Field(
         EngineConfig.max_forward_tokens,
         ge=1,
-        description="Padded tokens of /logits and /next run between two decoding steps.",
+        description="Padded tokens of /logits, /next, /score and /attention run between two "
+        "decoding steps.",
     )
     max_cache_tokens: int = Field(
         EngineConfig.max_cache_tokens,
         ge=1,
         description="Positions (source, prefix and new tokens) that all live rows may reserve.",
     )
+    max_encoder_cache_bytes: int = Field(
+        EngineConfig.max_encoder_cache_bytes,
+        ge=0,
+        description="Memory for the encoder's outputs of recent sources, for each model: a source "
+        "that comes again is not encoded again; 0 keeps none.",
+    )
     max_queue: int = Field(
         4096,
         ge=1,
         description="Inputs accepted and not yet answered, for each model; more get status 429.",
+    )
+    max_return_sequences: int = Field(
+        64, ge=1, description="`num_return_sequences` of one input, at most"
     )
     max_inputs: int = Field(1024, ge=1, description="Inputs (or targets) of one request.")
     max_body_bytes: int = Field(
@@ -79,10 +89,13 @@ class Settings(BaseSettings):
     max_json_values: int = Field(
         1_000_000,
         ge=1,
-        description="Numbers in a JSON answer of /logits; for more, safetensors must be asked for.",
+        description="Numbers in a JSON answer of /logits and /attention; for more, safetensors "
+        "must be asked for.",
     )
     max_tensor_values: int = Field(
-        64 * 1024 * 1024, ge=1, description="Numbers in a safetensors answer of /logits."
+        64 * 1024 * 1024,
+        ge=1,
+        description="Numbers in a safetensors answer of /logits and /attention.",
     )
     timeout: float = Field(
         60.0,
@@ -156,4 +169,5 @@ def engine_config(settings: Settings) -> EngineConfig:
         max_encoder_tokens=settings.max_encoder_tokens,
         max_forward_tokens=settings.max_forward_tokens,
         max_cache_tokens=settings.max_cache_tokens,
+        max_encoder_cache_bytes=settings.max_encoder_cache_bytes,
     )

@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from seqserve.errors import InvalidRequestError
-from seqserve.parameters import FOREIGN_NO_OPS, GenerationParameters
-from seqserve.schemas import MANY, ONE
+from seqserve.parameters import FOREIGN_NO_OPS, MANY, ONE, GenerationParameters
 
 SHOWN_CHARACTERS = 80
 """A longer value is cut in a message."""

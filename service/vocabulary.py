@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from model.config import ModelSpec
-from model.tokenizer import SPECIAL_TOKENS, IncrementalDetokenizer, Tokenizer
+from model.tokenizer import SPECIAL_TOKENS, Tokenizer
 from seqserve.errors import InvalidRequestError
 
 Side = Literal["source", "target"]
@@ -167,33 +167,3 @@ def cut_source(ids: list[int], tail: list[int], length: int | None) -> list[int]
         return ids
     end = tail[-1:]
     return ids[: length - len(end)] + end
-
-
-def spell(
-    vocabulary: Vocabulary, prefix: Sequence[int], ids: Sequence[int]
-) -> tuple[str, list[str]]:
-    """The text of a target: of its prefix, and of each token after it.
-
-    Special tokens get the vocabulary's name of them; the texts of the others concatenate to what
-    the target says behind its prefix, spaces included.
-
-    Raises:
-        AssertionError: there is no tokenizer.
-    """
-    assert vocabulary.tokenizer
-    detokenizer = IncrementalDetokenizer(vocabulary.tokenizer)
-    before = "".join(detokenizer.push(id) for id in prefix if id not in vocabulary.special_ids)
-    pieces = []
-    last = None
-    for position, id in enumerate(ids):
-        if id in vocabulary.special_ids:
-            pieces.append(vocabulary.tokenizer.token(id))
-        else:
-            pieces.append(detokenizer.push(id))
-            last = position
-    held_back = detokenizer.finish()
-    if last is None:
-        before += held_back
-    else:
-        pieces[last] += held_back
-    return before, pieces

@@ -28,11 +28,13 @@ class FakeEngine:
         stepped: set by every step.
         submitted, cancelled: what the runner handed over, in order.
         poison: rows whose first source id is in here fail alone.
+        fail_after: every row fails alone when it has so many tokens.
         explode: raised by the next step.
         threads: names of the threads that called in.
     """
 
     def __init__(self, max_rows: int = 4, on_step: Callable[[StepTrace], None] | None = None):
+        self.encoder_cache = None
         self.config = EngineConfig(max_rows=max_rows, max_cache_tokens=1000)
         self.gate = threading.Event()
         self.gate.set()
@@ -40,6 +42,7 @@ class FakeEngine:
         self.submitted: list[Work] = []
         self.cancelled: list[Work] = []
         self.poison: set[int] = set()
+        self.fail_after: int | None = None
         self.explode: Exception | None = None
         self.threads: set[str] = set()
         self.rows_by_step: list[int] = []
@@ -92,7 +95,7 @@ class FakeEngine:
         return events
 
     def _advance(self, row: Sequence) -> Event:
-        if row.src[0] in self.poison:
+        if row.src[0] in self.poison or len(row.tokens) == self.fail_after:
             self._rows.remove(row)
             return FailureEvent(row, RuntimeError("logits are not finite"))
         token = len(row.tokens) + 1

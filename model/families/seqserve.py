@@ -26,6 +26,7 @@ from model.layers import (
     MultiHeadAttention,
     PreNorm,
     SinusoidalPositions,
+    token_table,
 )
 from model.loader import Blueprint
 from model.steppers import CachedStepper
@@ -84,7 +85,7 @@ def build(config: TransformerConfig) -> Transformer:
         return [PreNorm(LayerNorm(dim), dropout) for _ in range(count)]
 
     def embedding(vocab_size: int, max_length: int) -> Embedding:
-        tokens = nn.Embedding(vocab_size, dim)
+        tokens = token_table(vocab_size, dim)
         return Embedding(tokens, SinusoidalPositions(max_length, dim), math.sqrt(dim), dropout)
 
     encoder = Encoder(
@@ -105,7 +106,8 @@ def build(config: TransformerConfig) -> Transformer:
     )
     output = nn.Linear(dim, config.tgt_vocab_size, bias=False)
     model = Transformer(encoder, decoder, output, config.pad_id)
-    initialise(model)
+    if not output.weight.is_meta:
+        initialise(model)
     if config.tie_output:
         output.weight = decoder.embedding.tokens.weight
     return model

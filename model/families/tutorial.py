@@ -36,6 +36,7 @@ from model.layers import (
     PreNorm,
     Residual,
     SinusoidalPositions,
+    token_table,
 )
 from model.loader import Blueprint
 from model.steppers import ResubmittingStepper
@@ -215,7 +216,7 @@ def build(config: TutorialConfig, widths: Widths) -> Transformer:
         return FeedForward(dim, hidden, bias=False)
 
     positions = SinusoidalPositions(config.block_size, dim)
-    embedding = Embedding(nn.Embedding(config.vocab_size, dim), positions, dropout=dropout)
+    embedding = Embedding(token_table(config.vocab_size, dim), positions, dropout=dropout)
     encoder = Encoder(
         embedding,
         [EncoderLayer(attention(), feed_forward(n), residuals(1)) for n in widths.encoder],

@@ -106,13 +106,22 @@ async def run(
     Raises:
         SeqserveError: see `Ticket.result`; the caller went away; the queue is full.
     """
-    seconds = seconds or header_timeout(request) or settings_of(request).timeout
-    async with model.runner.submitted(works, seconds) as ticket, _watched(request, ticket):
+    seconds = seconds_of(request, seconds)
+    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
         events = await ticket.result()
     grouped: dict[Work, list[Event]] = {work: [] for work in works}
     for event in events:
         grouped[work_of(event)].append(event)
-    return Outcome([grouped[work] for work in works], *_times(ticket))
+    return Outcome([grouped[work] for work in works], *times(ticket))
+
+
+def seconds_of(request: Request, seconds: float | None) -> float:
+    """How long a request may take: by its body, else its header, else the server.
+
+    Raises:
+        InvalidRequestError: see `header_timeout`.
+    """
+    return seconds or header_timeout(request) or settings_of(request).timeout
 
 
 def header_timeout(request: Request) -> float | None:
@@ -156,7 +165,8 @@ def headers(outcome: Outcome | None, prompt_tokens: int, generated_tokens: int) 
     }
 
 
-def _times(ticket: Ticket) -> tuple[float, float]:
+def times(ticket: Ticket) -> tuple[float, float]:
+    """Milliseconds in the queue and in the engine."""
     if ticket.began is None or ticket.ended is None:  # nothing had to run
         return 0.0, 0.0
     began = max(ticket.began, ticket.submitted)
@@ -164,7 +174,7 @@ def _times(ticket: Ticket) -> tuple[float, float]:
 
 
 @asynccontextmanager
-async def _watched(request: Request, ticket: Ticket) -> AsyncIterator[None]:
+async def watched(request: Request, ticket: Ticket) -> AsyncIterator[None]:
     """End the ticket when the caller goes away: Starlette lets a handler run on."""
 
     async def watch() -> None:

@@ -1,15 +1,20 @@
-"""POST /generate."""
+"""POST /generate and /generate_stream."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from model.sequence import TokenEvent
-from seqserve.schemas import GenerateRequest, GenerateResponse
-from service.errors import responses
+from model.sequence import Event, TokenEvent
+from seqserve.errors import ClientGoneError, InvalidRequestError, SeqserveError
+from seqserve.schemas import GenerateRequest, GenerateResponse, StreamEvent
+from service.errors import envelope_of, responses
 from service.generation import Plan
+from service.numbers import dump_json
 from service.routes.common import (
     JsonRoute,
     answer,
@@ -17,8 +22,14 @@ from service.routes.common import (
     check_count,
     models_of,
     run,
+    seconds_of,
+    settings_of,
     sized,
+    times,
+    watched,
 )
+from service.runner import Ticket
+from service.served import ServedModel
 
 router = APIRouter(route_class=JsonRoute, tags=["generate"])
 
@@ -29,6 +40,13 @@ EXAMPLES = {
         "summary": "Tokens and log-probabilities",
         "value": {"inputs": "hello", "parameters": {"details": True}},
     },
+    "beams": {
+        "summary": "The best three of a beam search",
+        "value": {
+            "inputs": "hello",
+            "parameters": {"num_beams": 5, "num_return_sequences": 3},
+        },
+    },
     "sampling": {
         "summary": "Draw instead of taking the likeliest",
         "value": {"inputs": "hello", "parameters": {"temperature": 0.8, "top_p": 0.9, "seed": 1}},
@@ -36,31 +54,136 @@ EXAMPLES = {
 }
 
 
+class EventStream(Response):
+    """A plan's events as they come.
+
+    What is refused is refused before the first byte, with its status; a later error is an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, request: Request, model: ServedModel, plan: Plan, seconds: float) -> None:
+        super().__init__(headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._request = request
+        self._model = model
+        self._plan = plan
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with (
+            self._model.runner.submitted(self._plan.sequences, self._seconds) as ticket,
+            watched(self._request, ticket),
+        ):
+            steps = ticket.steps()
+            first: list[Event] = await anext(steps, [])  # an error up to here has its own status
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            try:
+                async for event in self._told(first, steps, ticket):
+                    await _send(send, event.model_dump(exclude_unset=True))
+            except ClientGoneError:
+                return
+            except SeqserveError as error:
+                await _send(send, envelope_of(error, self._request.state.request_id))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _told(
+        self, first: list[Event], steps: AsyncIterator[list[Event]], ticket: Ticket
+    ) -> AsyncIterator[StreamEvent]:
+        stream = self._model.generator.stream(self._plan)
+        if not self._plan.sequences:
+            for told in stream.nothing():
+                yield told
+        for event in _tokens(first):
+            for told in stream.push(event):
+                yield _timed(told, ticket)
+        async for events in steps:
+            for event in _tokens(events):
+                for told in stream.push(event):
+                    yield _timed(told, ticket)
+
+
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "With `stream`: server-sent events, each `data: ` and a `StreamEvent`.",
+        "content": {
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
 @router.post(
     "/generate",
     summary="Continue each input",
     response_model=GenerateResponse | list[GenerateResponse],
-    responses=responses(400, 404, 413, 422, 429, 500, 503, 504),
+    responses=responses(400, 404, 413, 422, 429, 500, 503, 504) | STREAM,
     openapi_extra={"requestBody": {"content": {"application/json": {"examples": EXAMPLES}}}},
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
-    """One object for one input, a list of objects for a list of inputs."""
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    model = models_of(request).get(body.model)
-    plans = await sized(await body_size(request), model.generator.plan, body)
-    works = [plan.sequence for plan in plans if plan.sequence]
+    """One object for one input, a list of objects for a list; events with `"stream": true`."""
+    model, plans = await _planned(request, body)
+    if body.stream:
+        return EventStream(request, model, plans[0], seconds_of(request, body.timeout))
+    works = [sequence for plan in plans for sequence in plan.sequences]
     outcome = await run(request, model, works, body.timeout)
-    events = dict(zip(works, outcome.events, strict=True))
-
-    def write(plan: Plan) -> dict[str, Any]:
-        tokens = events[plan.sequence] if plan.sequence else []
-        reply = model.generator.answer(plan, [e for e in tokens if isinstance(e, TokenEvent)])
-        return reply.model_dump(exclude_unset=True)
-
-    answers = [write(plan) for plan in plans]
+    events = dict(zip(works, map(_tokens, outcome.events), strict=True))
+    answers = [
+        model.generator.answer(plan, events).model_dump(exclude_unset=True) for plan in plans
+    ]
     return answer(
         answers if body.is_list else answers[0],
         outcome,
         prompt_tokens=sum(len(plan.source.ids) for plan in plans),
         generated_tokens=sum(len(tokens) for tokens in outcome.events),
     )
+
+
+@router.post(
+    "/generate_stream",
+    summary="Continue one input, token by token",
+    response_class=StreamingResponse,  # what the OpenAPI document says of it
+    responses=responses(400, 404, 413, 422, 429, 503) | STREAM,
+)
+async def generate_stream(request: Request, body: GenerateRequest) -> Response:
+    """Server-sent events: `/generate` with `"stream": true`."""
+    if body.is_list:
+        raise InvalidRequestError(f"a stream needs one input, got a list of {body.count}", "inputs")
+    model, plans = await _planned(request, body.model_copy(update={"stream": True}))
+    return EventStream(request, model, plans[0], seconds_of(request, body.timeout))
+
+
+async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel, list[Plan]]:
+    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    settings = settings_of(request)
+    for i in range(body.count):
+        parameters, place = body.parameters_of(i), body.parameters_place(i)
+        for name, limit in (
+            ("num_return_sequences", settings.max_return_sequences),
+            ("num_beams", settings.max_rows),
+        ):
+            if (wanted := getattr(parameters, name) or 1) > limit:
+                message = f"{place}.{name} must be at most {limit}, got {wanted}"
+                raise InvalidRequestError(message, f"{place}.{name}")
+    model = models_of(request).get(body.model)
+    return model, await sized(await body_size(request), model.generator.plan, body)
+
+
+def _timed(event: StreamEvent, ticket: Ticket) -> StreamEvent:
+    """With the times that headers tell of other answers."""
+    if event.details is None:
+        return event
+    queue_time, inference_time = times(ticket)
+    update = {"queue_time": queue_time, "inference_time": inference_time}
+    return event.model_copy(update={"details": event.details.model_copy(update=update)})
+
+
+async def _send(send: Send, content: dict[str, Any]) -> None:
+    """One server-sent event."""
+    body = b"data: " + dump_json(content) + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _tokens(events: Iterable[Event]) -> list[TokenEvent]:
+    return [event for event in events if isinstance(event, TokenEvent)]

@@ -1,4 +1,4 @@
-"""POST /logits, /next, /tokenize and /detokenize: look inside a model."""
+"""POST /logits, /next, /score, /attention, /tokenize and /detokenize: look inside a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from fastapi import APIRouter, Request, Response
 from model.sequence import Event, Forward, ForwardEvent
 from seqserve.errors import InvalidRequestError
 from seqserve.schemas import (
+    AttentionRequest,
+    AttentionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     LogitsRequest,
     LogitsResponse,
     NextRequest,
     NextResponse,
+    ScoreRequest,
+    ScoreResponse,
     TokenizeRequest,
     TokenizeResponse,
     as_list,
@@ -39,6 +43,16 @@ from service.settings import Settings
 router = APIRouter(route_class=JsonRoute, tags=["look inside"])
 
 BINARY = "application/octet-stream"
+USE_TENSORS = 'use "format": "safetensors"'
+
+
+def examples(**values: dict[str, Any]) -> dict[str, Any]:
+    """Bodies to try, for the OpenAPI document; a summary (with "_" for spaces) -> a body."""
+    shown = {
+        name: {"summary": name.replace("_", " "), "value": value} for name, value in values.items()
+    }
+    return {"requestBody": {"content": {"application/json": {"examples": shown}}}}
+
 
 OF_A_RUN = responses(400, 404, 413, 422, 429, 500, 503, 504)
 OF_TEXT = responses(400, 404, 413, 422, 503)
@@ -59,13 +73,13 @@ OF_TEXT = responses(400, 404, 413, 422, 503)
 )
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, "targets", body.target_count or 0)
+    _check_counts(request, body)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
-    _check_size(size, binary, settings_of(request))
+    less = "ask for fewer inputs, or for positions: last, or for top_k"
+    _check_size(size, binary, settings_of(request), less if binary else USE_TENSORS)
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
     prompt_tokens = _prompt_tokens(passes)
@@ -82,10 +96,16 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
     summary="The likeliest next tokens",
     response_model=NextResponse | list[NextResponse],
     responses=OF_A_RUN,
+    openapi_extra=examples(
+        First_token={"inputs": "hello", "top_k": 3},
+        Behind_a_prefix={"inputs": "hello", "target_prefix": "HH AH"},
+        Behind_several_prefixes={"inputs": "hello", "target_prefix": ["HH", "HH AH"]},
+    ),
 )
 async def next_tokens(request: Request, body: NextRequest) -> Response:
     """What the model would put behind the decoder start and the target prefix."""
     check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    check_count(request, body.prefix_name, body.prefix_count)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
@@ -94,6 +114,71 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     answers = [model.inspector.answer_next(_pass(events)).model_dump() for events in outcome.events]
     content = answers if body.is_list else answers[0]
     return answer(content, outcome, _prompt_tokens(passes), 0)
+
+
+@router.post(
+    "/score",
+    summary="How likely given targets are",
+    response_model=ScoreResponse | list[ScoreResponse],
+    responses=OF_A_RUN,
+    openapi_extra=examples(
+        One_target={"inputs": "hello", "targets": "HH AH L OW"},
+        Several_targets_of_one_input={"inputs": "hello", "targets": ["HH AH L OW", "HH EH L OW"]},
+        Pairs={"inputs": ["cat", "dog"], "targets": ["K AE T", "D AO G"]},
+    ),
+)
+async def score(request: Request, body: ScoreRequest) -> Response:
+    """Log-softmax of the raw logits at each target token, in one teacher-forced pass."""
+    _check_counts(request, body)
+    model = models_of(request).get(body.model)
+    passes = await sized(await body_size(request), model.inspector.plan_score, body)
+    outcome = await run(request, model, passes, body.timeout)
+    done = [_pass(events) for events in outcome.events]
+    answers = [model.inspector.answer_score(event).model_dump() for event in done]
+    content = answers if body.is_list else answers[0]
+    return answer(content, outcome, _prompt_tokens(passes), 0)
+
+
+@router.post(
+    "/attention",
+    summary="Attention weights",
+    response_model=AttentionResponse | list[AttentionResponse],
+    responses={
+        **OF_A_RUN,
+        200: {
+            "description": "JSON, or a safetensors file with `encoder`, `decoder`, `cross`, "
+            "`source_lengths`, `target_lengths`, `source_ids` and `target_ids`.",
+            "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}},
+        },
+    },
+    openapi_extra=examples(
+        One_target={"inputs": "cat", "targets": "K AE T"},
+        Half_precision={"inputs": "cat", "targets": "K AE T", "dtype": "float16"},
+        The_first_step={"inputs": "cat"},
+    ),
+)
+async def attention(request: Request, body: AttentionRequest) -> Response:
+    """Of every layer and head, in one teacher-forced pass over decoder start and targets."""
+    _check_counts(request, body)
+    model = models_of(request).get(body.model)
+    inspector = model.inspector
+    passes = await sized(await body_size(request), inspector.plan_attention, body)
+    binary = _wants_binary(request, body)
+    size = inspector.attention_size(passes, padded=binary)
+    less = "ask for fewer or shorter inputs and targets"
+    _check_size(size, binary, settings_of(request), less if binary else USE_TENSORS)
+    outcome = await run(request, model, passes, body.timeout)
+    done = [_pass(events) for events in outcome.events]
+
+    def write() -> bytes:
+        if binary:
+            return inspector.attention_file(done, body.dtype)
+        answers = [inspector.answer_attention(event, body.dtype) for event in done]
+        return dump_json(answers if body.is_list else answers[0])
+
+    kind = BINARY if binary else "application/json"
+    content = await sized(size, write)
+    return Response(content, 200, headers(outcome, _prompt_tokens(passes), 0), kind)
 
 
 @router.post(
@@ -134,21 +219,23 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return Response(dump_json(content), media_type="application/json")
 
 
-def _wants_binary(request: Request, body: LogitsRequest) -> bool:
+def _check_counts(request: Request, body: LogitsRequest | ScoreRequest | AttentionRequest) -> None:
+    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
+    check_count(request, body.targets_name, body.target_count or 0)
+
+
+def _wants_binary(request: Request, body: LogitsRequest | AttentionRequest) -> bool:
     if body.format is not None:
         return body.format == "safetensors"
     return BINARY in request.headers.get("accept", "")
 
 
-def _check_size(
-    size: int, binary: bool, settings: Settings, advice: str = 'use "format": "safetensors"'
-) -> None:
-    limit = settings.max_tensor_values if binary else settings.max_json_values
+def _check_size(size: int, binary: bool, settings: Settings, advice: str) -> None:
+    name = "max_tensor_values" if binary else "max_json_values"
+    limit: int = getattr(settings, name)
     if size > limit:
-        if binary:
-            advice = "ask for fewer inputs, or for positions: last, or for top_k"
         raise InvalidRequestError(
-            f"the answer would hold {size} numbers, at most {limit} are allowed: {advice}"
+            f"the answer would hold {size} numbers, at most {limit} are allowed ({name}): {advice}"
         )
 
 

@@ -34,7 +34,7 @@ GENERATE: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input_ids": [-1]}, "input_ids[0]", "got -1"),
     ({"input_ids": [2**70]}, "input_ids[0]", "must be an integer"),
     ({"inputs": "a", "input": "b"}, "input", "input is not a known field; did you mean inputs?"),
-    ({"inputs": "a", "stream": True}, "stream", "stream must be false or null, got true"),
+    ({"inputs": ["a"], "stream": True}, "stream", "stream needs one input, got a list of 1"),
     ({"inputs": "a", "stream": "false"}, "stream", 'got "false"'),
     ({"inputs": "a", "model": 3}, "model", "model must be a string, got 3"),
     ({"inputs": "a", "timeout": 0}, "timeout", "timeout must be in (0, 86400], got 0"),
@@ -61,9 +61,32 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_n_tokens": 101}, "top_n_tokens", "must be in [0, 100]"),
     ({"max_tokens": 5}, "max_tokens", "not a known field"),
     ({"temprature": 1.0}, "temprature", "did you mean temperature?"),
-    ({"num_beams": 4}, "num_beams", "must be 1 or left out (not supported here), got 4"),
+    ({"num_beams": 0}, "num_beams", "must be at least 1, got 0"),
+    ({"num_beams": 4, "top_k": 3}, "num_beams", "num_beams 4 cannot be combined with sampling"),
+    ({"num_return_sequences": 2}, "num_return_sequences", "at most num_beams, 1, without sampling"),
+    ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences", "at most num_beams, 2"),
+    ({"num_return_sequences": 65, "seed": 1}, "num_return_sequences", "at most 64, got 65"),
+    ({"length_penalty": 0.5}, "length_penalty", "needs num_beams above 1, got 0.5"),
+    ({"early_stopping": "never"}, "early_stopping", "needs num_beams above 1, got never"),
+    ({"early_stopping": "often", "num_beams": 2}, "early_stopping", 'got "often"'),
+    ({"repetition_penalty": 0}, "repetition_penalty", "must be in (0, 100], got 0"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "must be in [-2, 2], got 3"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size", "must be at least 0, got -1"),
+    ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens", "at most max_new_tokens, 3"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "must have ids in [0, 31) as keys, got 'x'"),
+    ({"logit_bias": {"99": 1}}, "logit_bias", "must have ids in [0, 31) as keys, got '99'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "must be less than or equal to 100, got 101"),
+    ({"bad_words": ["QQ"]}, "bad_words[0]", "must be made of the vocabulary's tokens, got 'QQ'"),
+    ({"bad_words": [[99]]}, "bad_words[0][0]", "must be an id in [0, 31), got 99"),
+    ({"bad_words": [[]]}, "bad_words[0]", "must be made of the vocabulary's tokens, got []"),
+    ({"forced_bos_token_id": 99}, "forced_bos_token_id", "must be an id in [0, 31), got 99"),
+    ({"num_beams": 65}, "num_beams", "must be at most 64, got 65"),
+    ({"bad_words": [3]}, "bad_words[0]", "got 3"),
+    ({"bad_words": [["a"]]}, "bad_words[0][0]", 'must be an integer, got "a"'),
     ({"watermark": True}, "watermark", "must be false or left out"),
-    ({"stop": ["x"]}, "stop", "must be [] or left out"),
+    ({"stop": [""]}, "stop[0]", "at least"),
+    ({"stop": "x"}, "stop", 'got "x"'),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
     ({"do_sample": False, "top_k": 3}, "do_sample", "do_sample is false, but top_k would sample"),
     (
         {"target_prefix": "HH", "target_prefix_ids": [5]},
@@ -120,7 +143,10 @@ async def test_a_bad_parameter_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("body", "status", "message"), RAW, ids=lambda v: str(v)[:40])
-@pytest.mark.parametrize("path", ["/generate", "/logits", "/next", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/logits", "/next", "/score", "/attention", "/tokenize", "/detokenize"],
+)
 async def test_what_is_no_request_is_refused(
     client: httpx.AsyncClient, path: str, body: bytes, status: int, message: str
 ) -> None:

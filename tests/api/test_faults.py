@@ -120,12 +120,17 @@ async def test_what_the_engine_can_never_run_is_a_422(
         assert "cache positions" in response.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [({"inputs": ["a", "b", "c"]}, 3), ({"inputs": "a", "stream": True}, 1)],
+    ids=["whole", "stream"],
+)
 async def test_a_caller_that_goes_away_frees_its_rows(
-    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any], count: int
 ) -> None:
     async with with_fake_engine(native, monkeypatch) as (app, client, engine):
         gone = asyncio.Event()
-        body = json.dumps({"inputs": ["a", "b", "c"]}).encode()
+        body = json.dumps(content).encode()
         messages = [{"type": "http.request", "body": body}]
 
         async def receive() -> Any:
@@ -151,8 +156,38 @@ async def test_a_caller_that_goes_away_frees_its_rows(
             gone.set()
             await asyncio.wait_for(request, 5)
         assert (await generate(client)).status_code == 200
-        assert len(engine.cancelled) == 3
+        assert len(engine.cancelled) == count
         assert engine.running == 0
+
+
+async def test_an_error_after_the_first_token_is_the_last_event_of_a_stream(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch) as (_, client, engine):
+        engine.fail_after = 2
+        response = await generate(client, stream=True)
+        assert response.status_code == 200
+        events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-1]]
+        *tokens, error = events
+        assert [event["token"]["id"] for event in tokens] == [1, 2]
+        assert error["error_type"] == "generation"
+        assert error["request_id"] == response.headers["x-request-id"]
+
+
+async def test_an_error_before_the_first_token_of_a_stream_has_its_status(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch, max_queue=1, max_inputs=1) as (_, client, e):
+        e.fail_after = 0
+        assert (await generate(client, stream=True)).status_code == 500
+        e.fail_after = None
+        with e.held_up():
+            running = asyncio.create_task(generate(client))
+            await began(e)
+            assert (await generate(client, stream=True)).status_code == 429
+        assert (await running).status_code == 200
+        with e.held_up():
+            assert (await generate(client, stream=True, timeout=0.05)).status_code == 504
 
 
 async def test_draining_finishes_what_runs_and_turns_the_rest_away(

@@ -246,6 +246,61 @@ async def test_one_prefix_serves_all_inputs_or_each_has_its_own(api: Api) -> Non
     assert envelope["param"] == "target_prefix_ids[1]"
     envelope = await api.refused("/next", inputs="a", target_prefix_ids=[5] * 48)
     assert "49 tokens" in envelope["error"]
+    assert envelope["param"] == "target_prefix_ids"
+
+
+async def test_prefixes_of_unlike_lengths_equal_each_alone(api: Api, native: LoadedModel) -> None:
+    inputs = ["hello", "a", "jumps", "transformer", "fox"]
+    prefixes = ["HH AH L", "", "CH", "T R AE N S F AO", "F"]
+    assert native.target_tokenizer
+    ids = [encode_target(native, prefix)[1:] for prefix in prefixes]
+    by_text = await api.post("/next", inputs=inputs, target_prefix=prefixes, top_k=31)
+    by_ids = await api.post("/next", inputs=inputs, target_prefix_ids=ids, top_k=31)
+    assert by_text == by_ids
+    for answer, word, prefix in zip(by_text, inputs, prefixes, strict=True):
+        logits = forward(native, encode(native, word), encode_target(native, prefix))[-1]
+        assert [t["id"] for t in answer["tokens"]] == np.argsort(-logits).tolist()
+        assert close([t["logit"] for t in answer["tokens"]], np.sort(logits)[::-1])
+        alone = await api.post("/next", inputs=word, target_prefix=prefix, top_k=1)
+        assert alone["tokens"][0]["id"] == answer["tokens"][0]["id"]
+
+
+async def test_several_prefixes_of_one_input_get_a_list(api: Api) -> None:
+    prefixes = ["F", "", "F AA K"]
+    answers = await api.post("/next", inputs="fox", target_prefix=prefixes)
+    for answer, prefix in zip(answers, prefixes, strict=True):
+        alone = await api.post("/next", inputs="fox", target_prefix=prefix)
+        assert [t["id"] for t in answer["tokens"]] == [t["id"] for t in alone["tokens"]]
+    ids = await api.post("/next", inputs=["fox"], target_prefix_ids=[[11], [], [11, 5, 17]])
+    assert len(ids) == 3
+    assert len(await api.post("/next", inputs="fox", target_prefix=["F"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"inputs": "a", "target_prefix": "x", "target_prefix_ids": [5]}, "target_prefix", "exclu"),
+        ({"inputs": "a", "target_prefix": []}, "target_prefix", "at least one element"),
+        ({"inputs": "a", "target_prefix_ids": []}, "target_prefix_ids", "at least one element"),
+        (
+            {"inputs": ["a", "b"], "target_prefix_ids": [[5]] * 3},
+            "target_prefix_ids",
+            "has 3 entries, but there are 2 inputs",
+        ),
+        ({"inputs": "a", "target_prefix_ids": [[5], [31]]}, "target_prefix_ids[1][0]", "got 31"),
+        ({"inputs": "a", "target_prefix_ids": [[], [5] * 48]}, "target_prefix_ids[1]", "49 tokens"),
+        ({"inputs": "a", "target_prefix": ["", "K " * 48]}, "target_prefix[1]", "49 tokens"),
+        ({"inputs": "a", "target_prefix": ["K"] * 1025}, "target_prefix", "at most 1024"),
+        ({"inputs": "a", "top_k": 0}, "top_k", "must be at least 1"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+async def test_bad_prefixes_are_refused_by_name(
+    api: Api, body: dict[str, Any], param: str, message: str
+) -> None:
+    envelope = await api.refused("/next", **body)
+    assert message in envelope["error"]
+    assert envelope["param"] == param
 
 
 # --- /tokenize, /detokenize ----------------------------------------------------------------------

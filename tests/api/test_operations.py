@@ -16,11 +16,13 @@ import service.served
 from model.loader import LoadedModel, load_model
 from seqserve import __version__
 from seqserve.schemas import (
+    AttentionResponse,
     DetokenizeResponse,
     GenerateResponse,
     InfoResponse,
     LogitsResponse,
     NextResponse,
+    ScoreResponse,
     TokenizeResponse,
 )
 from service.app import create_app
@@ -132,7 +134,8 @@ async def test_the_documentation_needs_no_internet(client: httpx.AsyncClient) ->
 
 async def test_the_openapi_document_describes_every_route(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
-    posts = {"/generate", "/logits", "/next", "/tokenize", "/detokenize"}
+    inspecting = {"/logits", "/next", "/score", "/attention", "/tokenize", "/detokenize"}
+    posts = {"/generate", "/generate_stream", *inspecting}
     assert set(document["paths"]) == posts | {"/health", "/ready", "/info"}
     for path in posts:
         operation = document["paths"][path]["post"]
@@ -146,6 +149,18 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
     assert not parameters["additionalProperties"]
 
 
+async def test_the_openapi_document_s_examples_are_accepted(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    tried = 0
+    for path, methods in document["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        for example in content.get("application/json", {}).get("examples", {}).values():
+            response = await client.post(path, json=example["value"])
+            assert response.status_code == 200, (path, example, response.text)
+            tried += 1
+    assert tried >= 10
+
+
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
@@ -153,6 +168,8 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
         ("/logits", {"inputs": "a", "positions": "all"}, LogitsResponse),
         ("/logits", {"inputs": "a", "top_k": 2}, LogitsResponse),
         ("/next", {"inputs": "a"}, NextResponse),
+        ("/score", {"inputs": "a", "targets": "K"}, ScoreResponse),
+        ("/attention", {"inputs": "a", "targets": "K"}, AttentionResponse),
         ("/tokenize", {"inputs": "a"}, TokenizeResponse),
         ("/detokenize", {"input_ids": [5]}, DetokenizeResponse),
     ],

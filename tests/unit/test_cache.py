@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.cache import LENGTH_BLOCK, CacheShape, Pool, Sharing, SourceCache, TargetCache
+from model.cache import (
+    LENGTH_BLOCK,
+    CacheShape,
+    EncoderCache,
+    Pool,
+    Sharing,
+    SourceCache,
+    TargetCache,
+)
 from model.layers import MultiHeadAttention
 
 CPU = torch.device("cpu")
@@ -218,3 +226,91 @@ def test_an_empty_source_yields_what_attending_to_nothing_yields() -> None:
     found = cache.layers()[0].attend(cross, torch.randn(2, 1, 12))
     torch.testing.assert_close(found[0, 0], cross.output.bias)
     assert not torch.allclose(found[1, 0], cross.output.bias, atol=0.01)
+
+
+# --- sources encoded lately --------------------------------------------------------------------
+
+
+def memory(length: int, value: float = 1.0) -> Tensor:
+    """``[length, 4]``, 16 bytes a position."""
+    return torch.full((length, 4), value)
+
+
+def test_what_was_put_is_found_and_counted() -> None:
+    cache = EncoderCache(1000)
+    assert cache.get((5, 6)) is None
+    cache.put((5, 6), memory(2, 7.0))
+    found = cache.get((5, 6))
+    assert found is not None
+    assert torch.equal(found, memory(2, 7.0))
+    assert cache.get((5,)) is None
+    assert (cache.hits, cache.misses, cache.bytes) == (1, 2, 32)
+
+
+def test_the_least_recently_used_memories_make_room() -> None:
+    cache = EncoderCache(5 * 16)
+    for id in (1, 2):
+        cache.put((id,), memory(2))
+    assert cache.get((1,)) is not None
+    cache.put((3,), memory(2))
+    assert [cache.get((id,)) is not None for id in (1, 2, 3)] == [True, False, True]
+    cache.put((4,), memory(5))  # all of it
+    assert [cache.get((id,)) is not None for id in (1, 3, 4)] == [False, False, True]
+    assert cache.bytes == 80
+
+
+def test_what_is_too_large_drops_nothing_else() -> None:
+    cache = EncoderCache(3 * 16)
+    cache.put((1,), memory(3))
+    cache.put((2,), memory(4))
+    assert cache.get((1,)) is not None
+    assert cache.get((2,)) is None
+    assert cache.bytes == 48
+
+
+def test_putting_twice_counts_once() -> None:
+    cache = EncoderCache(1000)
+    cache.put((1,), memory(2, 1.0))
+    cache.put((1,), memory(2, 1.0))
+    assert cache.bytes == 32
+
+
+def test_without_room_nothing_is_held() -> None:
+    cache = EncoderCache(0)
+    cache.put((1,), memory(1))
+    assert not cache
+    assert cache.get((1,)) is None
+    assert cache.bytes == 0
+    assert EncoderCache(1)
+
+
+def test_a_memory_keeps_no_batch_alive() -> None:
+    cache = EncoderCache(1000)
+    batch = torch.ones(50, 9, 4)
+    cache.put((1,), batch[3, :2])
+    batch.zero_()
+    found = cache.get((1,))
+    assert found is not None
+    assert found.eq(1).all()
+    assert found.untyped_storage().nbytes() == cache.bytes == 32
+
+
+def test_bytes_stay_within_bounds_in_any_history() -> None:
+    draw = random.Random(0)
+    cache = EncoderCache(20 * 16)
+    recent: list[int] = []  # least recently used first
+    for _ in range(2000):
+        id = draw.randrange(15)
+        length = id % 7 + 1
+        found = cache.get((id,))
+        assert (found is not None) == (id in recent)
+        if found is None:
+            cache.put((id,), memory(length, float(id)))
+        else:
+            assert found.shape == (length, 4)
+            assert found.eq(id).all()
+            recent.remove(id)
+        recent.append(id)
+        while sum(i % 7 + 1 for i in recent) > 20:
+            recent.pop(0)
+        assert cache.bytes == 16 * sum(i % 7 + 1 for i in recent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from model.config import ModelSpec
 from model.decoding import (
     PROCESSORS,
+    History,
     ProcessorBatch,
     divide_by_temperature,
     finish_reason,
@@ -25,23 +28,33 @@ def row(*scores: float) -> Tensor:
     return torch.tensor([scores])
 
 
+SPEC = ModelSpec("test", 10, 10, 0, (1,), 2, 3, max_src=10, max_tgt=8, default_max_new_tokens=8)
+RESUBMITTED = ModelSpec("test", 10, 10, 0, (), 2, 3, 10, 10, 10, source_is_target=True)
+
+
+def history(*targets: list[int], vocab: int = 10) -> History:
+    """Rows whose decoder start is 1 and whose generated tokens are given."""
+    rows = [Sequence([4], [1], Decoding(20), tokens) for tokens in targets or ([],)]
+    return History(rows, replace(SPEC, tgt_vocab_size=vocab), CPU)
+
+
 class TestTemperature:
     def test_scores_are_divided(self) -> None:
-        divided = divide_by_temperature(row(1.0, -2.0, 4.0), torch.tensor([2.0]))
+        divided = divide_by_temperature(row(1.0, -2.0, 4.0), history(), torch.tensor([2.0]))
         assert divided.tolist() == [[0.5, -1.0, 2.0]]
 
 
 class TestTopK:
     def test_all_but_the_k_likeliest_are_banned(self) -> None:
-        kept = keep_top_k(row(1.0, 3.0, 2.0, 0.0), torch.tensor([2]))
+        kept = keep_top_k(row(1.0, 3.0, 2.0, 0.0), history(), torch.tensor([2]))
         assert kept.tolist() == [[BANNED, 3.0, 2.0, BANNED]]
 
     def test_ties_with_the_kth_stay(self) -> None:
-        kept = keep_top_k(row(1.0, 3.0, 1.0, 0.0), torch.tensor([2]))
+        kept = keep_top_k(row(1.0, 3.0, 1.0, 0.0), history(), torch.tensor([2]))
         assert kept.tolist() == [[1.0, 3.0, 1.0, BANNED]]
 
     def test_more_than_the_vocabulary_bans_nothing(self) -> None:
-        assert keep_top_k(row(1.0, 3.0), torch.tensor([9])).tolist() == [[1.0, 3.0]]
+        assert keep_top_k(row(1.0, 3.0), history(), torch.tensor([9])).tolist() == [[1.0, 3.0]]
 
 
 class TestTopP:
@@ -61,7 +74,7 @@ class TestTopP:
         ],
     )
     def test_the_fewest_tokens_that_hold_p_stay(self, p: float, kept: set[int]) -> None:
-        scores = keep_top_p(self.SCORES, torch.tensor([p]))[0]
+        scores = keep_top_p(self.SCORES, history(), torch.tensor([p]))[0]
         assert {i for i in range(4) if scores[i] > BANNED} == kept
         assert all(scores[i] == self.SCORES[0, i] for i in kept)
 
@@ -95,29 +108,28 @@ def test_mixed_rows_equal_each_row_alone_and_a_plain_transcription() -> None:
         )
         for i in range(40)
     ]
-    together = ProcessorBatch(choices, CPU)(logits)
+    nothing = history(*[[] for _ in choices], vocab=50)
+    together = ProcessorBatch(choices, SPEC, CPU)(logits, nothing)
     for i, decoding in enumerate(choices):
-        alone = ProcessorBatch([decoding], CPU)(logits[i : i + 1])[0]
+        alone = ProcessorBatch([decoding], SPEC, CPU)(logits[i : i + 1], history(vocab=50))[0]
         torch.testing.assert_close(together[i], alone, atol=0, rtol=0)
         torch.testing.assert_close(alone, torch.tensor(plain(logits[i].tolist(), decoding)))
 
 
 def test_no_processor_runs_when_no_row_asks() -> None:
-    batch = ProcessorBatch([Decoding(5), Decoding(5, sample=True, seed=3)], CPU)
-    logits = torch.randn(2, 9)
-    assert batch(logits) is logits
+    batch = ProcessorBatch([Decoding(5), Decoding(5, sample=True, seed=3)], SPEC, CPU)
+    logits = torch.randn(2, 10)
+    assert batch(logits, history([], [])) is logits
 
 
 def test_every_processor_names_a_field_and_its_no_op_changes_nothing() -> None:
-    logits = torch.randn(3, 9)
-    for entry in PROCESSORS:
-        assert getattr(Decoding(5), entry.field) == entry.no_op
-        values = torch.tensor([entry.no_op] * 3)
-        torch.testing.assert_close(entry.apply(logits, values), logits, atol=0, rtol=0)
-
-
-SPEC = ModelSpec("test", 10, 10, 0, (1,), 2, 3, max_src=10, max_tgt=8, default_max_new_tokens=8)
-RESUBMITTED = ModelSpec("test", 10, 10, 0, (), 2, 3, 10, 10, 10, source_is_target=True)
+    logits = torch.randn(3, 10)
+    said = history([4, 5, 4, 5], [], [6])
+    for processor in PROCESSORS:
+        assert getattr(Decoding(5), processor.field) == processor.no_op
+        values = processor.prepare([processor.no_op] * 3, SPEC, CPU)
+        unchanged = processor.apply(logits, said, values)
+        torch.testing.assert_close(unchanged, logits, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

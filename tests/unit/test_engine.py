@@ -320,6 +320,41 @@ class TestForwards:
         torch.testing.assert_close(whole.logits.gather(1, top.ids), top.logits)
         torch.testing.assert_close(whole.logits.log_softmax(-1).gather(1, top.ids), top.logprobs)
 
+    def test_labels_report_their_own_logits_and_logprobs(self, model: LoadedModel) -> None:
+        engine = Engine(model, EngineConfig())
+        labels = [9, 4, 2]
+        engine.submit(Forward([7, 8, 2], [1, 9, 4], "all", labels=labels))
+        engine.submit(Forward([7, 8, 2], [1, 9, 4], "all"))
+        own, whole = (event for event in engine.run() if isinstance(event, ForwardEvent))
+        assert own.ids is not None
+        assert own.ids[:, 0].tolist() == labels
+        torch.testing.assert_close(own.logits[:, 0], whole.logits[range(3), labels])
+        expected = whole.logits.log_softmax(-1)[range(3), labels]
+        assert own.logprobs is not None
+        torch.testing.assert_close(own.logprobs[:, 0], expected)
+
+    def test_attention_comes_beside_other_passes_and_without_logits(
+        self, model: LoadedModel
+    ) -> None:
+        engine = Engine(model, EngineConfig())
+        passes = [
+            Forward([7, 8, 2], [1, 9], attention=True),
+            Forward([7, 8, 2], [1], "all"),
+            Forward([7, 2], [1], attention=True),
+        ]
+        for work in passes:
+            engine.submit(work)
+        answers = {
+            event.forward: event for event in engine.run() if isinstance(event, ForwardEvent)
+        }
+        assert answers[passes[1]].attention is None
+        assert answers[passes[1]].logits.numel()
+        for work in (passes[0], passes[2]):
+            maps = answers[work].attention
+            assert maps is not None
+            assert maps.cross.shape[2:] == (len(work.tgt), len(work.src))
+            assert not answers[work].logits.numel()
+
 
 class TestFaults:
     @pytest.fixture
@@ -401,6 +436,16 @@ class TestFaults:
         failures = [event for event in engine.run() if isinstance(event, FailureEvent)]
         assert [failure.work for failure in failures] == [sick]
         assert live.tokens == expected
+
+    def test_attention_that_fails_leaves_other_passes_alone(self, engine: Engine) -> None:
+        sick, well = Forward([10_000, 2], [1], attention=True), Forward([5, 2], [1])
+        engine.submit(sick)
+        engine.submit(well)
+        answers = {type(event): event for event in engine.run()}
+        failure, answer = answers[FailureEvent], answers[ForwardEvent]
+        assert isinstance(failure, FailureEvent)
+        assert isinstance(answer, ForwardEvent)
+        assert (failure.work, answer.forward) == (sick, well)
 
     def test_cancelling_frees_the_row_at_once_and_is_never_an_error(
         self, model: LoadedModel, engine: Engine

@@ -21,6 +21,13 @@ def scheduler(**limits: int) -> Scheduler:
     return Scheduler(EngineConfig(**limits))
 
 
+def admit(waiting: Scheduler) -> tuple[Sequence, ...]:
+    """Let sequences join, each as one row, as the engine does."""
+    joining = waiting.schedule().joining
+    waiting.rows.extend(joining)
+    return joining
+
+
 def alike(lengths: list[int], window: int, rows: int) -> tuple[list[int], list[int]]:
     """Take from a queue of distinct lengths -> what is taken, what remains."""
     queue = deque(lengths)
@@ -47,34 +54,34 @@ class TestAdmission:
         waiting = scheduler(max_rows=2)
         for _ in range(3):
             waiting.submit(sequence(4))
-        assert len(waiting.schedule().joining) == 2
-        assert waiting.schedule().joining == ()
+        assert len(admit(waiting)) == 2
+        assert admit(waiting) == ()
         waiting.rows.pop()
-        assert len(waiting.schedule().joining) == 1
+        assert len(admit(waiting)) == 1
         assert waiting.waiting == 0
 
     def test_padded_source_tokens_of_one_step_are_the_limit(self) -> None:
         waiting = scheduler(max_encoder_tokens=100)
         for _ in range(3):
             waiting.submit(sequence(40))
-        assert [len(waiting.schedule().joining) for _ in range(2)] == [2, 1]
+        assert [len(admit(waiting)) for _ in range(2)] == [2, 1]
 
     def test_a_source_over_the_encoder_budget_runs_alone(self) -> None:
         waiting = scheduler(max_encoder_tokens=100)
         waiting.submit(sequence(400))
         waiting.submit(sequence(400))
-        assert [len(waiting.schedule().joining) for _ in range(2)] == [1, 1]
+        assert [len(admit(waiting)) for _ in range(2)] == [1, 1]
 
     def test_cache_positions_are_counted_as_padded(self) -> None:
         waiting = scheduler(max_cache_tokens=100)
         short, long = sequence(9, new=10), sequence(39, new=10)  # reserve 20 and 50
         for work in (short, long):
             waiting.submit(work)
-        assert waiting.schedule().joining == (short, long)  # 2 x 50
+        assert admit(waiting) == (short, long)  # 2 x 50
         waiting.submit(sequence(4, new=5))
-        assert waiting.schedule().joining == ()  # 3 x 50
+        assert admit(waiting) == ()  # 3 x 50
         waiting.rows.remove(long)
-        assert len(waiting.schedule().joining) == 1
+        assert len(admit(waiting)) == 1
 
     def test_what_can_never_fit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="need 21 cache positions, the engine has 20"):
@@ -92,7 +99,7 @@ class TestPasses:
         waiting = scheduler(max_rows=1)
         waiting.submit(sequence(4))
         waiting.submit(sequence(4))
-        waiting.schedule()
+        admit(waiting)
         waiting.submit(Forward([5], [1]))
         assert len(waiting.schedule().forwards) == 1
 
@@ -131,7 +138,7 @@ def test_limits_hold_the_oldest_goes_first_and_everything_runs_once(
             submitted.append(sequence(src, new))
             waiting.submit(submitted[-1])
         oldest = next((s for s in submitted if s not in ran), None)
-        joining = waiting.schedule().joining
+        joining = admit(waiting)
         ran.extend(joining)
         if joining:
             assert joining[0] is oldest

@@ -18,7 +18,7 @@ from model.config import EngineConfig
 from model.families.seqserve import TransformerConfig, spec
 from model.layers import padding_mask
 from model.loader import load_model
-from model.sequence import Decoding, Forward
+from model.sequence import AttentionMaps, Decoding, Forward
 from model.sequence import Sequence as Row
 from model.steppers import CachedStepper, ResubmittingStepper, distinct, pad_rows
 from model.transformer import Transformer
@@ -286,6 +286,105 @@ def test_passes_encode_a_shared_source_once(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.inference_mode():
         stepper().forward([Forward([5, 2], [1]), Forward([6, 2], [1]), Forward([5, 2], [1, 7])])
     assert encoded == [2]
+
+
+@torch.inference_mode()
+def test_a_source_is_encoded_once_however_often_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = NETWORK.encode
+
+    def count(src: Tensor, mask: Tensor) -> Tensor:
+        encoded.append(len(src))
+        return encode(src, mask)
+
+    monkeypatch.setattr(NETWORK, "encode", count)
+    cached = stepper()
+    draw = random.Random(11)
+    sources: list[list[int]] = [[], [5, 2], [7, 8, 9, 2], [6] * 30]
+    passes = [
+        Forward(draw.choice(sources), [1, *draw.sample(range(4, VOCAB), 3)], "all")
+        for _ in range(12)
+    ]
+    found = [logits for i in range(0, 12, 3) for logits in cached.forward(passes[i : i + 3])]
+    cached.join([row(p.src, p.tgt[1:]) for p in passes])
+    assert sum(encoded) == 4
+    assert cached.encoder_cache.misses == 4
+    off = CachedStepper(NETWORK, SPEC, EngineConfig(max_encoder_cache_bytes=0))
+    for forward, logits in zip(passes, found, strict=True):
+        [expected] = off.forward([forward])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert sum(encoded) == 16
+    step = cached.step([row(p.src, p.tgt[1:]) for p in passes])
+    for forward, logits in zip(passes, step, strict=True):
+        torch.testing.assert_close(logits, off.forward([forward])[0][-1], atol=1e-4, rtol=1e-5)
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def attention_passes() -> list[Forward]:
+    draw = random.Random(12)
+    passes = [
+        Forward(r.src, r.prefix, attention=True) for r in (random_row(draw) for _ in range(6))
+    ]
+    return [*passes, Forward(passes[2].src, [1, 9, 8], attention=True), passes[0]]
+
+
+def check_maps(found: AttentionMaps, expected: AttentionMaps) -> None:
+    for name in ("encoder", "decoder", "cross"):
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), atol=1e-6, rtol=1e-5
+        )
+
+
+@torch.inference_mode()
+def test_attention_of_ragged_lengths_equals_single_passes() -> None:
+    """Also where two passes share a source, which is encoded once."""
+    passes = attention_passes()
+    for forward, found in zip(passes, stepper().attention(passes), strict=True):
+        src, tgt = len(forward.src), len(forward.tgt)
+        assert found.encoder.shape == (2, 4, src, src)
+        assert found.decoder.shape == (2, 4, tgt, tgt)
+        assert found.cross.shape == (2, 4, tgt, src)
+        check_maps(found, stepper().attention([forward])[0])
+        assert not found.decoder[..., ~torch.ones(tgt, tgt, dtype=torch.bool).tril()].any()
+        for maps in (found.encoder, found.decoder, found.cross):
+            torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]))
+
+
+@torch.inference_mode()
+def test_attention_is_computed_for_few_passes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = attention_passes()
+    together = stepper().attention(passes)
+    rows: list[int] = []
+    hook = NETWORK.encoder.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+    longest = max(max(len(p.src), len(p.tgt)) for p in passes)
+    weights = NETWORK.heads.weights(longest, longest)
+    try:
+        for limit, largest in ((3 * weights, 3), (1, 1)):
+            rows.clear()
+            monkeypatch.setattr(model.steppers, "MAX_WEIGHTS", limit)
+            for found, expected in zip(stepper().attention(passes), together, strict=True):
+                check_maps(found, expected)
+            assert max(rows) == largest
+    finally:
+        hook.remove()
+
+
+@torch.inference_mode()
+def test_looking_at_attention_leaves_no_trace() -> None:
+    passes = attention_passes()
+    stepper().attention(passes)
+    assert not any(module._forward_hooks for module in NETWORK.modules())
+    with pytest.raises(IndexError):  # an id that is none
+        stepper().attention([Forward([10_000], [1], attention=True)])
+    assert not any(module._forward_hooks for module in NETWORK.modules())
+
+
+def test_weights_are_counted() -> None:
+    heads = NETWORK.heads
+    assert (heads.encoder, heads.decoder, heads.cross) == (8, 8, 8)
+    assert heads.weights(5, 3) == 8 * (25 + 9 + 15)
 
 
 # --- re-submission -----------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from fastapi import FastAPI
 import seqserve.client
 from model.loader import load_model
 from seqserve import AsyncClient, Client, GenerationParameters
-from seqserve.client import Logits, read_safetensors
+from seqserve.client import Attention, Logits, read_safetensors
 from seqserve.errors import (
     ERRORS,
     DeadlineError,
@@ -282,3 +283,231 @@ def test_safetensors_are_read_as_the_library_writes_them() -> None:
 
 def test_logits_default_to_nothing() -> None:
     assert Logits([1]) == Logits([1], None, None, None)
+
+
+@pytest.mark.anyio
+async def test_score(client: AsyncClient) -> None:
+    one = await client.score("hello", "HH AH")
+    assert [token.text for token in one.tokens] == ["HH", " AH", "</s>"]
+    assert one.logprob_sum
+    assert one.logprob_sum < 0
+    several = await client.score("hello", ["HH AH", "W"])
+    assert several[0].logprob_sum == pytest.approx(one.logprob_sum, abs=1e-4)
+    assert len(await client.score(["a", "b"], ["W", "K"])) == 2
+    ids = await client.score([5, 6, 2], [[13], [13, 2]])
+    assert [len(answer.tokens) for answer in ids] == [1, 2]
+    with pytest.raises(InvalidRequestError, match="targets"):
+        await client.score("hello")
+
+
+@pytest.mark.anyio
+async def test_attention_is_arrays_without_padding(client: AsyncClient) -> None:
+    one = await client.attention("hello", "HH AH")
+    assert one.source_tokens == ["h", "e", "l", "l", "o", "</s>"]
+    assert one.target_tokens == ["<s>", "HH", "AH"]
+    assert one.target_ids == [1, 13, 6]
+    assert one.cross.dtype == np.float32
+    np.testing.assert_allclose(one.cross.sum(-1), 1, atol=1e-5)
+    pair = await client.attention(["hello", "a"], ["HH AH L", "W"], dtype="float16")
+    assert [p.encoder.shape for p in pair] == [(2, 4, 6, 6), (2, 4, 2, 2)]
+    assert [p.decoder.shape for p in pair] == [(2, 4, 4, 4), (2, 4, 2, 2)]
+    assert [p.cross.shape for p in pair] == [(2, 4, 4, 6), (2, 4, 2, 2)]
+    assert pair[1].source_ids[1:] == [2]
+    assert pair[0].encoder.dtype == np.float16
+    assert len(await client.attention("hello", ["HH", "W"])) == 2
+
+
+@pytest.mark.anyio
+async def test_attention_is_lists_where_numpy_is_not_installed(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = await client.attention("hello", ["HH", "W K"])
+    monkeypatch.setattr(seqserve.client.importlib.util, "find_spec", lambda _: None)
+    lists = await client.attention("hello", ["HH", "W K"])
+    for array, plain in zip(arrays, lists, strict=True):
+        assert isinstance(plain, Attention)
+        assert isinstance(plain.cross, list)
+        assert (plain.target_ids, plain.source_tokens) == (array.target_ids, array.source_tokens)
+        for name in ("encoder", "decoder", "cross"):
+            np.testing.assert_allclose(getattr(plain, name), getattr(array, name), atol=1e-6)
+
+
+@pytest.mark.anyio
+async def test_prefixes_of_next_pair_up_or_are_several(client: AsyncClient) -> None:
+    pairs = await client.next(["fox", "dog"], ["F", "D AO"], top_k=2)
+    several = await client.next("fox", ["F", ""], top_k=2)
+    alone = [await client.next("fox", "F", top_k=2), await client.next("fox", top_k=2)]
+    for answers in ([pairs[0], several[1]], several):
+        for found, expected in zip(answers, alone, strict=True):
+            assert [t.id for t in found.tokens] == [t.id for t in expected.tokens]
+    assert len(await client.next("fox", [[11], []])) == 2
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+DETAILS = {
+    "finish_reason": "eos_token",
+    "input_tokens": 2,
+    "unknown_tokens": 0,
+    "truncated": False,
+    "generated_tokens": 2,
+    "seed": None,
+    "score": None,
+    "prefill": [],
+    "tokens": [],
+}
+
+
+def token_event(index: int, text: str, sequence: int = 0, **more: Any) -> bytes:
+    event = {
+        "index": index,
+        "sequence": sequence,
+        "token": {"id": index + 5, "text": text, "logprob": -0.5, "special": False},
+        "generated_text": None,
+        "details": None,
+        **more,
+    }
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+
+
+LAST = token_event(1, " b", generated_text="a b", details=DETAILS)
+ERROR = (
+    b'data: {"error": "too late", "error_type": "deadline", "param": null, "request_id": "r"}\n\n'
+)
+
+
+class Pieces(httpx.SyncByteStream):
+    """A body that is sent piece by piece; an exception among the pieces is raised."""
+
+    def __init__(self, *pieces: bytes | Exception) -> None:
+        self.pieces = pieces
+        self.sent = 0
+        self.closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self.pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            self.sent += 1
+            yield piece
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def streaming(*pieces: bytes | Exception) -> tuple[Client, Pieces, list[Any]]:
+    stream = Pieces(*pieces)
+    handler, bodies = answering(httpx.Response(200, stream=stream))
+    return scripted(handler, model="g2p"), stream, bodies
+
+
+def test_events_come_as_they_are_sent() -> None:
+    client, stream, bodies = streaming(token_event(0, "\u2028é"), b": alive\r\n\r\n", LAST)
+    events = client.stream("cat", {"details": True}, timeout=3.0)
+    assert bodies == []  # nothing is asked before the first event is wanted
+    first = next(events)
+    assert first.token
+    assert first.token.text == "\u2028é"
+    assert stream.sent == 1
+    [last] = events
+    assert last.generated_text == "a b"
+    assert last.details
+    assert last.details.finish_reason == "eos_token"
+    assert stream.closed
+    parameters = {"details": True}
+    sent = {"model": "g2p", "inputs": "cat", "timeout": 3.0, "parameters": parameters}
+    assert bodies == [{**sent, "stream": True}]
+
+
+def test_closing_a_stream_closes_the_connection() -> None:
+    client, stream, _ = streaming(token_event(0, "a"), LAST)
+    for _ in client.stream("cat"):
+        break
+    assert stream.closed
+    assert stream.sent == 1
+
+
+def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
+    client, stream, _ = streaming(token_event(0, "a"), ERROR)
+    events = client.stream("cat")
+    next(events)
+    with pytest.raises(DeadlineError, match="too late") as caught:
+        next(events)
+    assert caught.value.request_id == "r"
+    assert caught.value.status == 504
+    assert stream.closed
+
+
+@pytest.mark.parametrize(
+    ("piece", "error", "message"),
+    [
+        (b'data: {"error": "odd"}\n\n', SeqserveError, "odd"),
+        (b'data: {"error": 5}\n\n', SeqserveError, "cannot be read"),
+        (b"data: [1]\n\n", SeqserveError, "cannot be read: .1"),
+        (b'data: {"index": 0}\n\n', SeqserveError, "cannot be read"),
+        (b"data: no json\n\n", SeqserveError, "cannot be read: no json"),
+        (b"data: cut o", NoConnectionError, "ended before its last event"),
+        (httpx.RemoteProtocolError("peer closed"), NoConnectionError, "peer closed"),
+        (httpx.ReadTimeout("slow"), NoConnectionError, "slow"),
+    ],
+    ids=str,
+)
+def test_a_broken_stream_is_an_error(
+    piece: bytes | Exception, error: type[SeqserveError], message: str
+) -> None:
+    client, stream, _ = streaming(token_event(0, "a"), piece)
+    with pytest.raises(error, match=message):
+        list(client.stream("cat"))
+    assert stream.closed
+
+
+def test_every_sequence_of_a_stream_must_end() -> None:
+    one = token_event(0, "x", sequence=1, generated_text="x", details=DETAILS)
+    client, _, _ = streaming(token_event(0, "a"), one, LAST)
+    assert [event.sequence for event in client.stream("cat")] == [0, 1, 0]
+    client, _, _ = streaming(token_event(0, "a"), one)
+    with pytest.raises(NoConnectionError):
+        list(client.stream("cat"))
+
+
+def test_a_refused_stream_is_asked_again_only_if_the_server_is_full(pauses: list[float]) -> None:
+    busy = envelope(429, "overloaded", **{"retry-after": "3"})
+    handler, bodies = answering(busy, httpx.Response(200, stream=Pieces(token_event(0, "a"), LAST)))
+    assert len(list(scripted(handler).stream("cat"))) == 2
+    assert pauses == [3.0]
+    handler, bodies = answering(envelope(422, "validation"))
+    with pytest.raises(InvalidRequestError) as caught:
+        list(scripted(handler).stream("cat"))
+    assert caught.value.param == "inputs[1]"
+    assert len(bodies) == 1
+
+
+@pytest.mark.anyio
+async def test_a_stream_says_what_generate_says(client: AsyncClient) -> None:
+    for word in ("hello", "fox"):
+        whole = await client.generate(word, {"details": True})
+        assert whole.details
+        events = [event async for event in client.stream(word)]
+        tokens = [event.token for event in events if event.token]
+        assert [token.id for token in tokens] == [token.id for token in whole.details.tokens]
+        shown = "".join(token.text or "" for token in tokens if not token.special)
+        assert shown == events[-1].generated_text == whole.generated_text
+        assert [event.details is None for event in events] == [True] * (len(events) - 1) + [False]
+    [nothing] = [event async for event in client.stream("")]
+    assert nothing.token is None
+    assert nothing.generated_text == ""
+    several = {"num_return_sequences": 3, "temperature": 0.9, "seed": 1}
+    ends = [e async for e in client.stream("hello", several) if e.details]
+    assert sorted(event.sequence for event in ends) == [0, 1, 2]
+
+
+@pytest.mark.anyio
+async def test_a_stream_is_refused_as_other_calls_are(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequestError, match="top_p must be in"):
+        async for _ in client.stream("a", {"top_p": 2.0}):
+            pass
+    with pytest.raises(NotFoundError):
+        await anext(client.stream("a", model="none"))
+    async with aclosing(client.stream("hello")) as events:
+        assert (await anext(events)).index == 0

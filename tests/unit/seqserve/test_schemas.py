@@ -72,7 +72,7 @@ def test_targets_pair_up_or_are_several_for_one_input(
         (NextRequest, {"inputs": ["a", "b"], "target_prefix": ["x", "y", "z"]}),
         (NextRequest, {"inputs": "a", "target_prefix": "x", "target_prefix_ids": [5]}),
         (GenerateRequest, {"inputs": ["a", "b"], "parameters": [{}]}),
-        (GenerateRequest, {"inputs": "a", "stream": True}),
+        (GenerateRequest, {"inputs": ["a"], "stream": True}),
     ],
 )
 def test_counts_that_do_not_match_are_refused(kind: Any, body: dict[str, Any]) -> None:

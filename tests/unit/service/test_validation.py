@@ -8,8 +8,8 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 from seqserve.errors import InvalidRequestError
-from seqserve.parameters import GenerationParameters
-from seqserve.schemas import MANY, ONE, GenerateRequest
+from seqserve.parameters import MANY, ONE, GenerationParameters
+from seqserve.schemas import GenerateRequest
 from service.validation import describe, field_at, interval, parse_json, path, shown
 
 

@@ -7,7 +7,7 @@ import pytest
 from model.config import ModelSpec
 from model.tokenizer import build_tokenizer
 from seqserve.errors import InvalidRequestError
-from service.vocabulary import Vocabulary, cut_source, read_sources, spell
+from service.vocabulary import Vocabulary, cut_source, read_sources
 
 LETTERS = build_tokenizer(["abcdefghij"], "char")
 WORDS = build_tokenizer(["HH AH L OW"], "whitespace")
@@ -103,35 +103,3 @@ def test_open_encoding_leaves_the_end_off() -> None:
     [ids] = TARGET.encode_open(["HH AH"], "targets")
     assert [WORDS.token(id) for id in ids] == ["HH", "AH"]
     assert TARGET.encode_open([""], "targets") == [[]]
-
-
-def test_words_are_spelt_with_their_spaces() -> None:
-    ids = WORDS.encode(["HH AH L OW"])[0]
-    before, pieces = spell(TARGET, [], ids)
-    assert before == ""
-    assert pieces == ["HH", " AH", " L", " OW", "</s>"]
-
-
-def test_a_prefix_is_spelt_apart_and_keeps_the_space_behind_it() -> None:
-    ids = WORDS.encode(["HH AH L OW"])[0]
-    before, pieces = spell(TARGET, ids[:2], ids[2:])
-    assert before == "HH AH"
-    assert pieces == [" L", " OW", "</s>"]
-
-
-@pytest.mark.parametrize("text", ["the cat", "naïve 日本語 🙂 mat", "on  the", "🙂"])
-def test_pieces_concatenate_also_across_multi_byte_characters(text: str) -> None:
-    vocabulary = Vocabulary("target", PIECES.vocab_size, PIECES)
-    ids = PIECES.encode([text])[0]
-    for split in range(len(ids)):
-        before, pieces = spell(vocabulary, ids[:split], ids[split:])
-        shown = [p for id, p in zip(ids[split:], pieces, strict=True) if id != 2]
-        assert before + "".join(shown) == PIECES.decode(ids)
-
-
-def test_an_incomplete_character_at_the_end_is_not_lost() -> None:
-    vocabulary = Vocabulary("target", PIECES.vocab_size, PIECES)
-    ids = PIECES.encode(["🙂"])[0][:-2]  # without its last byte
-    before, pieces = spell(vocabulary, [], [*ids, 2])
-    assert before + "".join(pieces[:-1]) == PIECES.decode(ids)
-    assert "\ufffd" in "".join(pieces)
