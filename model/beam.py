@@ -86,6 +86,7 @@ class BeamSearch:
         self._finished = [_Finished()] * self.width
         self._finished_scores = torch.full((self.width,), NOTHING)
         self._may_improve = True
+        self._ended = False
 
     def advance(self, scores: Tensor, tell: Callable[[int, int], Told]) -> list[int]:
         """One step.

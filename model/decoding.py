@@ -175,11 +175,10 @@ def keep_top_p(scores: Tensor, history: History, p: Tensor) -> Tensor:
     The nucleus of Holtzman et al., 2020 (https://arxiv.org/abs/1904.09751), always at least one
     token. No-op: 1.
     """
-    falling, order = scores.sort(dim=-1, descending=True, stable=True)
-    probabilities = falling.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # mass of all likelier tokens
-    outside = (before >= p[:, None]) & (p < 1.0)[:, None]
-    outside[:, 0] = False
+    rising, order = scores.sort(dim=-1, stable=True)
+    mass = rising.softmax(dim=-1).cumsum(dim=-1)  # of a token and all less likely ones
+    outside = (mass <= (1.0 - p).to(mass.dtype)[:, None]) & (p < 1.0)[:, None]
+    outside[:, -1] = False
     return scores.masked_fill(_unsort(outside, order), BANNED)
 
 
@@ -276,6 +275,10 @@ def _as_tensor(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> 
     return torch.tensor(values, device=device)
 
 
+def _as_double(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device, dtype=torch.float64)
+
+
 def _as_bias(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> Tensor:
     bias = torch.zeros(len(values), spec.tgt_vocab_size)
     for row, entries in enumerate(values):
@@ -314,7 +317,7 @@ PROCESSORS = (
     Processor("forced_eos_token_id", -1, force_last),
     Processor("temperature", 1.0, divide_by_temperature),
     Processor("top_k", 0, keep_top_k),
-    Processor("top_p", 1.0, keep_top_p),
+    Processor("top_p", 1.0, keep_top_p, _as_double),  # 1 - 0.999 is no float32
     Processor("min_p", 0.0, keep_min_p),
     Processor("typical_p", 1.0, keep_typical),
 )

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, overload
@@ -497,7 +497,7 @@ class Client:
 
     def stream(
         self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Continue one input, token by token.
 
         Closing the iterator, or leaving a loop over it for good, ends the generation.
@@ -693,7 +693,7 @@ class AsyncClient:
 
     async def stream(
         self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Continue one input, token by token.
 
         Closing the iterator (`contextlib.aclosing`) ends the generation. Leaving a loop over it

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from seqserve import Client
+from tests.builders import make_native_model
 
 from .conftest import PATIENCE, Server, serving
 
@@ -73,6 +74,25 @@ def test_a_caller_that_goes_away_does_not_hold_the_server_up(server: Server) -> 
         assert client.generate("hello").generated_text
         model = client.info().models[0]
     assert (model.waiting, model.running) == (0, 0)
+
+
+def test_closing_a_stream_ends_its_generation(tmp_path: Path) -> None:
+    endless = {"max_new_tokens": 4000, "min_new_tokens": 4000}
+    model = make_native_model(tmp_path, max_tgt=4000)
+    with serving("--model", f"long={model}") as server, Client(server.url) as client:
+        events = client.stream("hello", endless)
+        assert [next(events).index for _ in range(3)] == [0, 1, 2]
+        with Client(server.url) as other:
+            assert other.info().models[0].running == 1
+        events.close()
+        deadline = time.monotonic() + PATIENCE
+        while client.info().models[0].running:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        batches = client.info().models[0].batches
+        assert batches
+        assert batches.steps < 4000
+        assert client.generate("hello").generated_text
 
 
 def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from model.config import EngineConfig, ModelSpec
+from model.decoding import History, ProcessorBatch
+from model.engine import Engine
+from model.loader import LoadedModel, load_model
 from model.sampler import draw, mix, pick, uniform
-from model.sequence import Decoding, Sequence
+from model.sequence import Decoding, Forward, Sequence
+from tests.builders import make_native_model
 
 
 def chi_square_bound(degrees: int) -> float:
@@ -88,3 +96,116 @@ def test_the_step_of_a_draw_is_the_number_of_tokens_before_it() -> None:
     row.tokens.pop()
     assert pick(scores, [row]).item() == first != second
     assert first == int(uniform(3, 0, 0) * 1000)
+
+
+# --- whole requests ------------------------------------------------------------------------------
+
+DRAWS = 20_000
+
+
+def assert_drawn_from(ids: Tensor, expected: Tensor) -> None:
+    """Chi-square of drawn ids against probabilities; what has none is never drawn."""
+    counts = torch.bincount(ids, minlength=len(expected)).double()
+    assert counts[expected == 0].sum() == 0
+    wanted = expected.double() * len(ids)
+    likely = wanted >= 5  # the test's own condition; the rest counts as one
+    counts = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    wanted = torch.cat([wanted[likely], wanted[~likely].sum()[None]])
+    used = wanted > 0
+    statistic = ((counts - wanted) ** 2 / wanted.clamp(min=1e-12))[used].sum().item()
+    assert statistic < chi_square_bound(max(1, int(used.sum()) - 1))
+
+
+def exact(logits: Tensor, asked: dict[str, Any]) -> Tensor:
+    """The distribution to draw from, token by token, in float64."""
+    p = (logits.double() / asked.get("temperature", 1.0)).softmax(0)
+    order = p.argsort(descending=True).tolist()
+    kept = set(order[: asked.get("top_k") or len(order)])
+    p = torch.tensor([float(x) if i in kept else 0.0 for i, x in enumerate(p)]).double()
+    p = p / p.sum()
+    held, nucleus = 0.0, set()
+    for i in order:
+        if held < asked.get("top_p", 1.0):
+            nucleus.add(i)
+        held += float(p[i])
+    p = torch.tensor([float(x) if i in nucleus else 0.0 for i, x in enumerate(p)]).double()
+    p = p / p.sum()
+    p = torch.where(p < asked.get("min_p", 0.0) * p.max(), 0.0, p)
+    return p / p.sum()
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.8, "top_k": 9},
+    {"top_p": 0.75},
+    {"min_p": 0.08},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_draws_follow_the_distribution_that_the_parameters_leave(asked: dict[str, Any]) -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
+    spec = ModelSpec("test", 9, 40, 0, (1,), 2, None, 9, 9, 9)
+    # One seed after the other, as for independent requests; others decode beside them.
+    decodings = [Decoding(5, sample=True, seed=seed, **asked) for seed in range(DRAWS)]
+    decodings += [Decoding(5), Decoding(5, sample=True, top_k=1)]
+    rows = [Sequence([4], [1], decoding) for decoding in decodings]
+    processors = ProcessorBatch(decodings, spec, torch.device("cpu"))
+    scores = processors(logits.expand(len(rows), -1), History(rows, spec, torch.device("cpu")))
+    picked = pick(scores, rows)
+    assert picked[-2:].tolist() == [int(logits.argmax())] * 2
+    assert_drawn_from(picked[:DRAWS], exact(logits, asked))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory: Path = tmp_path_factory.mktemp("native")
+    return load_model(make_native_model(directory), device="cpu")
+
+
+@pytest.mark.parametrize("varied", ["seed", "sequence_number"])
+def test_the_engine_draws_from_the_models_distribution(model: LoadedModel, varied: str) -> None:
+    asked = {"temperature": 1.5, "top_k": 12}
+    prefix = [1, 5]
+    [logits] = model.stepper(EngineConfig()).forward([Forward([7, 8, 2], prefix)])
+    engine = Engine(model, EngineConfig(max_rows=512, max_encoder_tokens=10_000))
+    rows = []
+    for number in range(DRAWS):
+        keys: dict[str, Any] = {varied: number}
+        decoding = Decoding(1, sample=True, **asked, **keys)  # type: ignore[arg-type]
+        rows.append(Sequence([7, 8, 2], prefix, decoding))
+        engine.submit(rows[-1])
+    for _ in engine.run():
+        pass
+    drawn = torch.tensor([row.tokens[0] for row in rows])
+    assert_drawn_from(drawn, exact(logits[-1], asked))
+
+
+def test_a_seed_draws_the_same_tokens_in_any_company(model: LoadedModel) -> None:
+    def asking(seed: int, number: int = 0) -> Sequence:
+        decoding = Decoding(20, sample=True, seed=seed, sequence_number=number, min_new_tokens=9)
+        return Sequence([7, 8, 9, 2], [1], decoding)
+
+    alone = [asking(11), asking(11, 1), asking(12)]
+    for row in alone:
+        engine = Engine(model, EngineConfig())
+        engine.submit(row)
+        list(engine.run())
+    assert len({tuple(row.tokens) for row in alone}) == 3, "each counter matters"
+
+    again = [asking(11), asking(11, 1), asking(12)]
+    company = [Sequence([5, n, 2], [1], Decoding(20, num_beams=b)) for n, b in ((5, 1), (6, 4))]
+    company += [asking(seed) for seed in range(5)]
+    engine = Engine(model, EngineConfig())
+    for row in (*company[:3], again[0], *company[3:]):
+        engine.submit(row)
+    engine.step()
+    engine.step()
+    for row in company[1:5]:
+        engine.cancel(row)
+    for row in again[1:]:
+        engine.submit(row)
+    list(engine.run())
+    assert [row.tokens for row in again] == [row.tokens for row in alone]
