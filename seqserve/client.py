@@ -149,7 +149,7 @@ def logits_call(
     return Call("POST", "/logits", body, parse)
 
 
-def next_call(inputs: One | Many, prefix: One | None, options: NextOptions) -> Call[Any]:
+def next_call(inputs: One | Many, prefix: One | Many | None, options: NextOptions) -> Call[Any]:
     """POST /next."""
     body = {**_inputs(inputs), **_set(options)}
     if prefix is not None:
@@ -185,7 +185,7 @@ def _inputs(value: One | Many, text: str = "inputs", ids: str = "input_ids") -> 
 
 
 def _is_many(value: One | Many) -> bool:
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    return not isinstance(value, str) and bool(value) and not isinstance(value[0], int)
 
 
 def _set(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class Client:
     ) -> NextResponse: ...
     @overload
     def next(
-        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+        self, inputs: Many, target_prefix: One | Many | None = None, **options: Unpack[NextOptions]
     ) -> list[NextResponse]: ...
     def next(self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]) -> Any:
         """The likeliest next tokens, best first."""
@@ -484,7 +484,7 @@ class AsyncClient:
     ) -> NextResponse: ...
     @overload
     async def next(
-        self, inputs: Many, target_prefix: One | None = None, **options: Unpack[NextOptions]
+        self, inputs: Many, target_prefix: One | Many | None = None, **options: Unpack[NextOptions]
     ) -> list[NextResponse]: ...
     async def next(
         self, inputs: Any, target_prefix: Any = None, **options: Unpack[NextOptions]
