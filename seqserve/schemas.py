@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from seqserve.parameters import GenerationParameters
+from seqserve.parameters import GenerationParameters, Strict
 
 ONE, MANY = "<one>", "<many>"
 """Tags of the unions below; no field can be called so."""
@@ -62,10 +62,8 @@ FinishReason = Literal["eos_token", "length"]
 # --- requests ------------------------------------------------------------------------------------
 
 
-class Request(BaseModel):
-    """What every request body has in common: exact types, unknown fields refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Request(Strict):
+    """What every request body has in common."""
 
     model: str | None = Field(
         None, description="Name of the model to ask. Null: the first one that the server has."

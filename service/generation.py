@@ -18,6 +18,9 @@ from seqserve.schemas import Details, FinishReason, GenerateRequest, GenerateRes
 from service.numbers import shortest
 from service.vocabulary import Source, Vocabulary, read_sources, spell
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lower ones draw the same tokens, and would carry float32 logits over its range."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -34,6 +37,13 @@ class Plan:
     parameters: GenerationParameters
     seed: int | None
     sequence: Row | None
+
+    @property
+    def most_candidates(self) -> int:
+        """How many entries the details' `top_tokens` may come to."""
+        if self.sequence is None:
+            return 0
+        return self.sequence.decoding.max_new_tokens * self.sequence.decoding.top_n_tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Generator:
 
     def _plan(self, source: Source, parameters: GenerationParameters, place: str) -> Plan:
         prefix = self._prefix(parameters, place)
-        room = self._room(source, prefix, place)
+        room = self._room(source, prefix, f"{place}.{_prefix_field(parameters)}")
         length = _new_tokens(parameters.max_new_tokens, room, self.spec, place)
         seed = _seed(parameters)
         sequence = None
@@ -84,30 +94,26 @@ class Generator:
         return Plan(source, prefix, parameters, seed, sequence)
 
     def _prefix(self, parameters: GenerationParameters, place: str) -> list[int]:
+        field = f"{place}.{_prefix_field(parameters)}"
         if parameters.target_prefix is not None:
-            param = f"{place}.target_prefix"
-            return self.target.encode_open([parameters.target_prefix], param)[0]
+            return self.target.encode_open([parameters.target_prefix], field)[0]
         ids = parameters.target_prefix_ids or []
-        self.target.check(ids, f"{place}.target_prefix_ids")
+        self.target.check(ids, field)
         return ids
 
-    def _room(self, source: Source, prefix: list[int], place: str) -> int:
+    def _room(self, source: Source, prefix: list[int], field: str) -> int:
         """Tokens that can be generated before the decoder is full."""
         spec = self.spec
-        if spec.source_is_target:
-            taken, room = len(source.ids) + len(prefix), spec.max_tgt
-            what = "source and target prefix"
-        else:
-            # The last generated token is never fed back.
-            taken, room = len(spec.decoder_start_ids) + len(prefix), spec.max_tgt + 1
-            what = "decoder start and target prefix"
-        if taken > spec.max_tgt:
+        start = len(spec.decoder_start_ids) + len(prefix)
+        fed = start + (len(source.ids) if spec.source_is_target else 0)
+        if fed > spec.max_tgt:
+            what = "source" if spec.source_is_target else "decoder start"
             raise InvalidRequestError(
-                f"{place}.target_prefix: {what} have {taken} tokens, "
+                f"{field}: {what} and target prefix have {fed} tokens, "
                 f"the model takes at most {spec.max_tgt}",
-                f"{place}.target_prefix",
+                field,
             )
-        return room - taken
+        return spec.room(len(source.ids), start)
 
     def _decoding(
         self, parameters: GenerationParameters, max_new_tokens: int, seed: int | None
@@ -116,7 +122,7 @@ class Generator:
         return Decoding(
             max_new_tokens=max_new_tokens,
             sample=parameters.samples,
-            temperature=parameters.temperature or 1.0,
+            temperature=max(parameters.temperature or 1.0, LOWEST_TEMPERATURE),
             top_k=min(parameters.top_k or 0, vocabulary),
             top_p=parameters.top_p or 1.0,
             seed=seed or 0,
@@ -169,6 +175,10 @@ class Generator:
 def wants_details(parameters: GenerationParameters) -> bool:
     """`top_n_tokens` are part of the details, so they imply them."""
     return parameters.details or parameters.top_n_tokens > 0
+
+
+def _prefix_field(parameters: GenerationParameters) -> str:
+    return "target_prefix_ids" if parameters.target_prefix_ids else "target_prefix"
 
 
 def _new_tokens(wanted: int | None, room: int, spec: ModelSpec, place: str) -> int:

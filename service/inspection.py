@@ -42,7 +42,7 @@ class Inspector:
         else:
             name = "targets" if request.targets is not None else "target_ids"
             sources = sources * len(targets) if len(sources) == 1 else sources
-            places = [f"{name}[{i}]" if len(targets) > 1 else name for i in range(len(targets))]
+            places = _places(name, request.targets or request.target_ids, len(targets))
             fed = [
                 self._fed(source, target, place)
                 for source, target, place in zip(sources, targets, places, strict=True)
@@ -63,9 +63,9 @@ class Inspector:
             return self.target.encode_open(texts, "targets")
         if (ids := request.target_id_lists) is None:
             return None
-        for i, target in enumerate(ids):
-            nested = request.target_ids is ids
-            self.target.check(target, f"target_ids[{i}]" if nested else "target_ids")
+        places = _places("target_ids", request.target_ids, len(ids))
+        for target, place in zip(ids, places, strict=True):
+            self.target.check(target, place)
         return ids
 
     def _fed(self, source: Source, target: list[int] | None, place: str) -> list[int]:
@@ -92,13 +92,13 @@ class Inspector:
             InvalidRequestError: an input or prefix cannot be served; the message names it.
         """
         sources = self._sources(request)
-        prefixes = self._prefixes(request)
+        prefixes, places = self._prefixes(request)
         if len(prefixes) == 1:
-            prefixes = prefixes * len(sources)
+            prefixes, places = prefixes * len(sources), places * len(sources)
         top_k = min(request.top_k, self.spec.tgt_vocab_size)
         return [
-            self._next(source, prefix, top_k)
-            for source, prefix in zip(sources, prefixes, strict=True)
+            self._next(source, prefix, place, top_k)
+            for source, prefix, place in zip(sources, prefixes, places, strict=True)
         ]
 
     def answer_next(self, event: ForwardEvent) -> NextResponse:
@@ -114,22 +114,24 @@ class Inspector:
         ]
         return NextResponse(tokens=tokens)
 
-    def _next(self, source: Source, prefix: list[int], top_k: int) -> Forward:
+    def _next(self, source: Source, prefix: list[int], place: str, top_k: int) -> Forward:
         if self.spec.source_is_target:  # as when generating: both sides see all of it
             grown = [*source.ids, *prefix]
             return Forward(grown, self._fed(source, grown, source.place), "last", top_k)
-        return Forward(source.ids, self._fed(source, prefix, "target_prefix"), "last", top_k)
+        return Forward(source.ids, self._fed(source, prefix, place), "last", top_k)
 
-    def _prefixes(self, request: NextRequest) -> list[list[int]]:
-        if request.target_prefix is not None:
-            return self.target.encode_open(as_list(request.target_prefix), "target_prefix")
-        if request.target_prefix_ids is None:
-            return [[]]
-        prefixes = as_lists(request.target_prefix_ids)
-        for i, prefix in enumerate(prefixes):
-            nested = prefixes is request.target_prefix_ids
-            self.target.check(prefix, f"target_prefix_ids[{i}]" if nested else "target_prefix_ids")
-        return prefixes
+    def _prefixes(self, request: NextRequest) -> tuple[list[list[int]], list[str]]:
+        """Ids of the prefixes, and how error messages call them."""
+        if (texts := request.target_prefix) is not None:
+            prefixes = self.target.encode_open(as_list(texts), "target_prefix")
+            return prefixes, _places("target_prefix", texts, len(prefixes))
+        if (ids := request.target_prefix_ids) is None:
+            return [[]], ["target_prefix"]
+        prefixes = as_lists(ids)
+        places = _places("target_prefix_ids", ids, len(prefixes))
+        for prefix, place in zip(prefixes, places, strict=True):
+            self.target.check(prefix, place)
+        return prefixes, places
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -148,6 +150,12 @@ class Inspector:
                     f"{source.place} must have at least one token here, got none", source.place
                 )
         return sources
+
+
+def _places(name: str, given: str | Sequence[Any] | None, count: int) -> list[str]:
+    """How error messages call the entries of a field: by its name alone where it is not a list."""
+    many = isinstance(given, list) and isinstance(given[0], str | list)
+    return [f"{name}[{i}]" if many else name for i in range(count)]
 
 
 def logits_as_json(event: ForwardEvent) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class Settings(BaseSettings):
     max_json_values: int = Field(
         1_000_000,
         ge=1,
-        description="Numbers in a JSON answer of /logits; for more, safetensors must be asked for.",
+        description="Numbers in a JSON answer of /logits or /next, and in the top_tokens of "
+        "/generate; /logits has safetensors for more.",
     )
     max_tensor_values: int = Field(
         64 * 1024 * 1024, ge=1, description="Numbers in a safetensors answer of /logits."

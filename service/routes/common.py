@@ -14,7 +14,6 @@ from fastapi.routing import APIRoute
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
-from service.numbers import dump_json
 from service.runner import Ticket, Work, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
@@ -22,6 +21,11 @@ from service.validation import parse_json
 
 LARGE = 64 * 1024
 """Bytes or numbers from which tokenising and serialising leave the event loop."""
+
+BYTES_PER_TOKEN = 64
+"""What a described token takes in a JSON answer, about."""
+
+JSON = "application/json"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,9 +108,11 @@ async def run(
         seconds: the body's timeout; else the header's, else the server's.
 
     Raises:
-        SeqserveError: see `Ticket.result`; the caller went away; the queue is full.
+        SeqserveError: see `Ticket.result`; the caller went away; the queue is full; the timeout
+            header is no number in range.
     """
-    seconds = seconds or header_timeout(request) or settings_of(request).timeout
+    header = header_timeout(request)
+    seconds = seconds or header or settings_of(request).timeout
     async with model.runner.submitted(works, seconds) as ticket, _watched(request, ticket):
         events = await ticket.result()
     grouped: dict[Work, list[Event]] = {work: [] for work in works}
@@ -136,24 +142,36 @@ def header_timeout(request: Request) -> float | None:
     return seconds
 
 
+def check_size(size: int, limit: int, advice: str) -> None:
+    """Refuse a request whose answer would be too large.
+
+    Args:
+        size: numbers in the answer, at most.
+
+    Raises:
+        InvalidRequestError: these are more than the limit.
+    """
+    if size > limit:
+        raise InvalidRequestError(
+            f"the answer would hold {size} numbers, at most {limit} are allowed: {advice}"
+        )
+
+
 def answer(
-    content: list[Any] | Any, outcome: Outcome | None, prompt_tokens: int, generated_tokens: int
+    body: bytes,
+    outcome: Outcome,
+    prompt_tokens: int,
+    generated_tokens: int = 0,
+    media_type: str = JSON,
 ) -> Response:
-    """A JSON answer with the headers of inference answers."""
-    body = dump_json(content)
-    return Response(
-        body, 200, headers(outcome, prompt_tokens, generated_tokens), "application/json"
-    )
-
-
-def headers(outcome: Outcome | None, prompt_tokens: int, generated_tokens: int) -> dict[str, str]:
-    """Times in milliseconds, and counts."""
-    return {
-        "x-queue-time": f"{outcome.queue_time if outcome else 0.0:.3f}",
-        "x-inference-time": f"{outcome.inference_time if outcome else 0.0:.3f}",
+    """A written answer, with the headers of all answers that a model ran for."""
+    headers = {
+        "x-queue-time": f"{outcome.queue_time:.3f}",
+        "x-inference-time": f"{outcome.inference_time:.3f}",
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
+    return Response(body, 200, headers, media_type)
 
 
 def _times(ticket: Ticket) -> tuple[float, float]:

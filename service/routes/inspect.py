@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 
 from model.sequence import Event, Forward, ForwardEvent
-from seqserve.errors import InvalidRequestError
 from seqserve.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,17 +21,18 @@ from service.errors import responses
 from service.inspection import logits_as_json, logits_as_safetensors
 from service.numbers import dump_json
 from service.routes.common import (
+    BYTES_PER_TOKEN,
+    JSON,
     JsonRoute,
     answer,
     body_size,
     check_count,
-    headers,
+    check_size,
     models_of,
     run,
     settings_of,
     sized,
 )
-from service.settings import Settings
 
 router = APIRouter(route_class=JsonRoute, tags=["look inside"])
 
@@ -60,21 +58,26 @@ OF_TEXT = responses(400, 404, 413, 422, 503)
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
     check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, "targets", body.target_count or 0)
+    targets = "targets" if body.targets is not None else "target_ids"
+    check_count(request, targets, body.target_count or 0)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
-    _check_size(size, binary, settings_of(request))
+    settings = settings_of(request)
+    if binary:
+        advice = "ask for fewer inputs, or for positions: last, or for top_k"
+        check_size(size, settings.max_tensor_values, advice)
+    else:
+        check_size(size, settings.max_json_values, 'use "format": "safetensors"')
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
-    prompt_tokens = _prompt_tokens(passes)
     if binary:
         file = await sized(size, logits_as_safetensors, done, model.loaded.spec.pad_id)
-        return Response(file, 200, headers(outcome, prompt_tokens, 0), BINARY)
+        return answer(file, outcome, _prompt_tokens(passes), media_type=BINARY)
     content = [logits_as_json(event) for event in done]
     text = await sized(size, dump_json, content if body.is_list else content[0])
-    return Response(text, 200, headers(outcome, prompt_tokens, 0), "application/json")
+    return answer(text, outcome, _prompt_tokens(passes))
 
 
 @router.post(
@@ -89,11 +92,16 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
-    _check_size(size, False, settings_of(request), advice="ask for fewer inputs or a lower top_k")
+    advice = "ask for fewer inputs or a lower top_k"
+    check_size(size, settings_of(request).max_json_values, advice)
     outcome = await run(request, model, passes, body.timeout)
-    answers = [model.inspector.answer_next(_pass(events)).model_dump() for events in outcome.events]
-    content = answers if body.is_list else answers[0]
-    return answer(content, outcome, _prompt_tokens(passes), 0)
+
+    def write() -> bytes:
+        done = [_pass(events) for events in outcome.events]
+        answers = [model.inspector.answer_next(event).model_dump() for event in done]
+        return dump_json(answers if body.is_list else answers[0])
+
+    return answer(await sized(BYTES_PER_TOKEN * size, write), outcome, _prompt_tokens(passes))
 
 
 @router.post(
@@ -108,10 +116,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     check_count(request, "inputs", len(texts))
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("inputs")
-    encoded = await sized(await body_size(request), tokenizer.encode, texts)
-    answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
-    content = answers if isinstance(body.inputs, list) else answers[0]
-    return Response(dump_json(content), media_type="application/json")
+
+    def write() -> bytes:
+        encoded = tokenizer.encode(texts)
+        answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
+        return dump_json(answers if isinstance(body.inputs, list) else answers[0])
+
+    return Response(await sized(await body_size(request), write), media_type=JSON)
 
 
 @router.post(
@@ -127,29 +138,20 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("input_ids")
     nested = id_lists is body.input_ids
-    for i, ids in enumerate(id_lists):
-        vocabulary.check(ids, f"input_ids[{i}]" if nested else "input_ids")
-    answers = [{"text": tokenizer.decode(ids)} for ids in id_lists]
-    content: Any = answers if nested else answers[0]
-    return Response(dump_json(content), media_type="application/json")
+
+    def write() -> bytes:
+        for i, ids in enumerate(id_lists):
+            vocabulary.check(ids, f"input_ids[{i}]" if nested else "input_ids")
+        answers = [{"text": tokenizer.decode(ids)} for ids in id_lists]
+        return dump_json(answers if nested else answers[0])
+
+    return Response(await sized(await body_size(request), write), media_type=JSON)
 
 
 def _wants_binary(request: Request, body: LogitsRequest) -> bool:
     if body.format is not None:
         return body.format == "safetensors"
     return BINARY in request.headers.get("accept", "")
-
-
-def _check_size(
-    size: int, binary: bool, settings: Settings, advice: str = 'use "format": "safetensors"'
-) -> None:
-    limit = settings.max_tensor_values if binary else settings.max_json_values
-    if size > limit:
-        if binary:
-            advice = "ask for fewer inputs, or for positions: last, or for top_k"
-        raise InvalidRequestError(
-            f"the answer would hold {size} numbers, at most {limit} are allowed: {advice}"
-        )
 
 
 def _pass(events: list[Event]) -> ForwardEvent:
