@@ -24,6 +24,9 @@ from model.sequence import Sequence as Row
 
 BANNED = -torch.inf
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lower ones draw the same tokens, and would carry float32 logits over its range."""
+
 
 class History:
     """What live rows have said so far; a tensor is made only when a processor asks for it.
@@ -156,7 +159,7 @@ def force_last(scores: Tensor, history: History, token: Tensor) -> Tensor:
 
 def divide_by_temperature(scores: Tensor, history: History, temperature: Tensor) -> Tensor:
     """``scores / temperature`` (Ackley, Hinton and Sejnowski, 1985). No-op: 1."""
-    return scores / temperature[:, None]
+    return scores / temperature.clamp(min=LOWEST_TEMPERATURE)[:, None]
 
 
 def keep_top_k(scores: Tensor, history: History, k: Tensor) -> Tensor:

@@ -260,7 +260,9 @@ def _format(binary: bool) -> str:
 
 
 def _is_many(value: One | Many | None) -> bool:
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    if value is None or isinstance(value, str) or not value:
+        return False
+    return not isinstance(value[0], int)
 
 
 def _set(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The HTTP schema, the OpenAPI document, the SDK and the engine all take their par
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -40,10 +41,32 @@ That value, or null, is accepted; any other is refused as an unknown field, neve
 """
 
 
-class GenerationParameters(BaseModel):
-    """How one input is continued. A field left out, or null, changes nothing."""
+class Strict(BaseModel):
+    """What everything that a caller sends has in common: exact types, unknown fields refused, null
+    the same as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {k: v for k, v in data.items() if k in cls.model_fields and v is not None}
+        # One unknown field is enough to refuse; an error for each of a million takes many seconds.
+        unknown = (
+            k for k, v in data.items() if k not in cls.model_fields and not cls.ignores(k, v)
+        )
+        return kept | {k: data[k] for k in islice(unknown, 1)}
+
+    @classmethod
+    def ignores(cls, name: str, value: Any) -> bool:
+        """Whether a field that is not this class's own asks for nothing."""
+        return False
+
+
+class GenerationParameters(Strict):
+    """How one input is continued. A field left out, or null, changes nothing."""
 
     max_new_tokens: int | None = Field(
         None,
@@ -201,12 +224,14 @@ class GenerationParameters(BaseModel):
         False, description="Put the target prefix in front of the generated text."
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {k: v for k, v in data.items() if not _asks_for_nothing(k, v)}
+    def ignores(cls, name: str, value: Any) -> bool:
+        """Whether it is a field of another API that asks for nothing."""
+        if name not in FOREIGN_NO_OPS:
+            return False
+        no_op = FOREIGN_NO_OPS[name]
+        same = bool(value == no_op) and isinstance(value, bool) == isinstance(no_op, bool)
+        return value is None or same
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -251,12 +276,3 @@ class GenerationParameters(BaseModel):
     def samples(self) -> bool:
         """Whether tokens are drawn."""
         return self.do_sample if self.do_sample is not None else bool(self.sampling_fields)
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    if value is None:
-        return True
-    if name not in FOREIGN_NO_OPS:
-        return False
-    no_op = FOREIGN_NO_OPS[name]
-    return bool(value == no_op) and isinstance(value, bool) == isinstance(no_op, bool)

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from seqserve.parameters import MANY, ONE, GenerationParameters, list_or_not
+from seqserve.parameters import MANY, ONE, GenerationParameters, Strict, list_or_not
 
 TIMEOUT_LIMIT = 86_400.0
 """Seconds; nobody waits longer."""
@@ -55,10 +55,8 @@ FinishReason = Literal["eos_token", "stop_sequence", "length"]
 # --- requests ------------------------------------------------------------------------------------
 
 
-class Request(BaseModel):
-    """What every request body has in common: exact types, unknown fields refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Request(Strict):
+    """What every request body has in common."""
 
     model: str | None = Field(
         None, description="Name of the model to ask. Null: the first one that the server has."

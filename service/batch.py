@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from model.engine import Engine
 from model.sequence import Event, FailureEvent, Sequence, TokenEvent
-from seqserve.errors import GenerationFailedError, SeqserveError
+from seqserve.errors import GenerationFailedError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse
 from service.generation import Generator, Plan
 from service.runner import is_last, work_of
@@ -83,7 +83,7 @@ class Batch:
         except SeqserveError as error:
             pending.error = error
         except ValueError as error:  # it could never fit into the engine
-            pending.error = SeqserveError(str(error))
+            pending.error = InvalidRequestError(str(error))
 
     def _take_in(self, events: list[Event]) -> None:
         for event in events:

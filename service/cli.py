@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -104,6 +105,11 @@ def serve(**options: Any) -> None:
 
     if failure := server.serve(settings, listener):
         _fail(failure, code=1)
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A model is still being loaded, or signals came thick and fast: Python, when it shuts down
+        # under a thread that is inside torch, aborts.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -163,7 +169,7 @@ def generate(
     )
     if not texts and sys.stdin.isatty():
         typer.echo("reading lines from the terminal; Ctrl-D ends", err=True)
-    lines = (text.encode() for text in texts) if texts else sys.stdin.buffer
+    lines = map(os.fsencode, texts) if texts else sys.stdin.buffer
     failed = False
     for number, answer in enumerate(batch.run(_requests(lines, parameters, jsonl)), start=1):
         if isinstance(answer, SeqserveError):
@@ -211,9 +217,16 @@ def _json_request(line: bytes, parameters: GenerationParameters) -> GenerateRequ
         return error
     if request.is_list:
         return InvalidRequestError("a line must have one input, not a list", request.place(0))
+    for name in ("model", "timeout"):
+        if getattr(request, name) is not None:
+            return InvalidRequestError(f"{name} is for a server's /generate, not for here", name)
     own = request.parameters_of(0).model_dump(exclude_unset=True)
-    both = GenerationParameters(**{**parameters.model_dump(exclude_unset=True), **own})
-    return request.model_copy(update={"parameters": both})
+    both = {**parameters.model_dump(exclude_unset=True), **own}
+    try:
+        return request.model_copy(update={"parameters": GenerationParameters(**both)})
+    except ValidationError as error:
+        message = describe(error.errors(), GenerationParameters).message
+        return InvalidRequestError(f"with the command line's parameters: {message}", "parameters")
 
 
 def _line(answer: Any, as_json: bool) -> str:
@@ -242,7 +255,7 @@ def info(
 
     Example: `seqserve info weights/g2p-en`
     """
-    loaded = _load(directory, Settings(device="cpu"))
+    loaded = _load(directory, _settings({"device": "cpu"}))
     spec = loaded.spec
     size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in {".safetensors", ".pt"})
     facts = {
@@ -295,7 +308,7 @@ def train(
 
     - `seqserve train --data pairs.tsv --out out/my-model`
 
-    - `seqserve train --data pairs.tsv --out out/my-model --epochs 40 --resume`
+    - `seqserve train --data pairs.tsv --out out/my-model --resume`
 
     - `seqserve train --data en-de.tsv --out out/en-de --source-tokens sentencepiece
       --target-tokens sentencepiece --vocab-size 8000 --dim 512 --heads 8 --hidden-dim 2048`
@@ -313,7 +326,8 @@ def train(
         _fail(str(error))
     if not resume and (out / "checkpoint.pt").exists():
         _fail(f"{out} has a checkpoint already: go on with --resume, or choose another --out")
-    counts = f"{len(trainer.examples):,} pairs, {len(trainer.dev):,} dev sources"
+    dev = len({source for source, _ in trainer.dev})
+    counts = f"{len(trainer.examples):,} pairs, {dev:,} dev sources"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     typer.echo(f"{counts}, {parameters:,} parameters" + (f", from step {trainer.step}" * resumed))
     _run_training(trainer)

@@ -17,7 +17,7 @@ from seqserve.errors import (
     SeqserveError,
 )
 from seqserve.schemas import ErrorResponse
-from service.validation import describe
+from service.validation import cut, describe
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,9 @@ def _from_http(request: Request, error: HTTPException) -> SeqserveError:
     """Starlette's and FastAPI's own errors."""
     if isinstance(error.__cause__, SeqserveError):  # raised while FastAPI read the body
         return error.__cause__
+    path = cut(request.url.path)
     if error.status_code == 404:
-        return NotFoundError(f"there is no {request.url.path}")
+        return NotFoundError(f"there is no {path}")
     if error.status_code == 405:
-        return MethodNotAllowedError(f"{request.url.path} does not take {request.method}")
+        return MethodNotAllowedError(f"{path} does not take {request.method}")
     return InvalidRequestError(str(error.detail), status=error.status_code)

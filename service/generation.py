@@ -53,6 +53,14 @@ class Plan:
         """How many continuations are returned at most."""
         return self.parameters.num_return_sequences or 1
 
+    @property
+    def most_candidates(self) -> int:
+        """How many entries the details' `top_tokens` may come to."""
+        if not self.sequences:
+            return 0
+        decoding = self.sequences[0].decoding
+        return self.answers * decoding.max_new_tokens * decoding.top_n_tokens
+
 
 @dataclass(frozen=True)
 class Run:
@@ -195,7 +203,7 @@ class Planner:
             InvalidRequestError: they do not fit this model.
         """
         prefix = self._prefix(parameters, place)
-        room = self._room(source, prefix, place)
+        room = self._room(source, prefix, f"{place}.{_prefix_field(parameters)}")
         length = _new_tokens(parameters.max_new_tokens, room, self.spec, place)
         seed = _seed(parameters)
         sequences = []
@@ -209,23 +217,24 @@ class Planner:
         return Plan(source, prefix, parameters, seed, sequences)
 
     def _prefix(self, parameters: GenerationParameters, place: str) -> list[int]:
+        field = f"{place}.{_prefix_field(parameters)}"
         if parameters.target_prefix is not None:
-            param = f"{place}.target_prefix"
-            return self.target.encode_open([parameters.target_prefix], param)[0]
+            return self.target.encode_open([parameters.target_prefix], field)[0]
         ids = parameters.target_prefix_ids or []
-        self.target.check(ids, f"{place}.target_prefix_ids")
+        self.target.check(ids, field)
         return ids
 
-    def _room(self, source: Source, prefix: list[int], place: str) -> int:
+    def _room(self, source: Source, prefix: list[int], field: str) -> int:
         """Tokens that can be generated before the decoder is full."""
         spec = self.spec
         start = len(spec.decoder_start_ids) + len(prefix)
-        taken = start + (len(source.ids) if spec.source_is_target else 0)
-        if taken > spec.max_tgt:
+        fed = start + (len(source.ids) if spec.source_is_target else 0)
+        if fed > spec.max_tgt:
+            what = "source" if spec.source_is_target else "decoder start"
             raise InvalidRequestError(
-                f"{place}.target_prefix: with what stands before it, it has {taken} tokens, "
+                f"{field}: {what} and target prefix have {fed} tokens, "
                 f"the model takes at most {spec.max_tgt}",
-                f"{place}.target_prefix",
+                field,
             )
         return spec.room(len(source.ids), start)
 
@@ -251,6 +260,7 @@ class Planner:
             logit_bias=self._logit_bias(parameters, place),
             stop=StopStrings(self.target, prefix, stops) if stops else None,
             logprobs=self.stream or wants_details(parameters),
+            top_n_tokens=min(parameters.top_n_tokens, self.spec.tgt_vocab_size),
             **_given(parameters),
         )
 
@@ -297,7 +307,7 @@ class Planner:
         return tuple(entries)
 
 
-DECIDED = {"max_new_tokens", "seed", "bad_words", "logit_bias", "stop"}
+DECIDED = {"max_new_tokens", "seed", "bad_words", "logit_bias", "stop", "top_n_tokens"}
 """Parameters that `Planner` turns into what the engine takes; the others it takes as they are."""
 
 PASSED_ON = [
@@ -316,6 +326,10 @@ def _given(parameters: GenerationParameters) -> dict[str, Any]:
 def wants_details(parameters: GenerationParameters) -> bool:
     """`top_n_tokens` are part of the details, so they imply them."""
     return parameters.details or parameters.top_n_tokens > 0
+
+
+def _prefix_field(parameters: GenerationParameters) -> str:
+    return "target_prefix_ids" if parameters.target_prefix_ids else "target_prefix"
 
 
 def _new_tokens(wanted: int | None, room: int, spec: ModelSpec, place: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -9,7 +10,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from seqserve.errors import SeqserveError, TooLargeError
+from seqserve.errors import SeqserveError, TooLargeError, UnavailableError
 from service.errors import envelope
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Frame:
         try:
             self._check(_content_length(headers))
             await self.app(scope, self._counting(receive), send_with_id)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if started:
                 raise
             await _failure(error, request_id)(scope, receive, send_with_id)
@@ -76,7 +77,9 @@ class Frame:
             raise TooLargeError(f"the body is larger than the limit of {self.max_body_bytes} bytes")
 
 
-def _failure(error: Exception, request_id: str) -> ASGIApp:
+def _failure(error: BaseException, request_id: str) -> ASGIApp:
+    if isinstance(error, asyncio.CancelledError):  # the server ends and waits no longer
+        error = UnavailableError("the server is shutting down")
     if isinstance(error, SeqserveError):
         return envelope(error, request_id)
     logger.error("request %s failed", request_id, exc_info=error)

@@ -6,6 +6,7 @@ An option that is left out is None: its default stays with the class that declar
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import UnionType
@@ -97,11 +98,14 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_terms_of_options(error: InvalidRequestError, options: Iterable[Option]) -> str:
-    """An error about a field as one about the option that set it."""
+    """An error about fields as one about the options that set them."""
+    message = error.message
     for option in options:
         if error.param and error.param.split("[")[0] == option.name:
-            return error.message.replace(option.name, option.typed, 1)
-    return error.message
+            message = message.replace(option.name, option.typed, 1)
+        elif "_" in option.name:  # could not be a word of the message's own
+            message = re.sub(rf"\b{option.name}\b", option.typed, message)
+    return message
 
 
 def _parameter(option: Option) -> inspect.Parameter:

@@ -25,6 +25,7 @@ from service.generation import Generator
 from service.inspection import Inspector
 from service.runner import Runner, StepFigures
 from service.settings import Settings, engine_config
+from service.validation import shown
 from service.vocabulary import Side, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class Models:
         wanted = names[0] if name is None else name
         if wanted not in names:
             raise NotFoundError(
-                f"there is no model {wanted!r}; there are: {', '.join(names)}", "model"
+                f"there is no model {shown(wanted)}; there are: {', '.join(names)}", "model"
             )
         if wanted not in self._served:
             raise UnavailableError(f"model {wanted} is {self._missing()}", retry_after=1)

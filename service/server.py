@@ -31,14 +31,17 @@ loop hold the engine's thread up many times in a step."""
 
 class Server(uvicorn.Server):
     """Ends in order: at the first signal /ready turns 503 and what runs gets `grace` seconds to
-    finish, while the server still answers probes; a second signal ends it at once."""
+    finish, while the server still answers probes; a second signal cuts these short, a third one
+    does not even wait for answers to be written."""
 
     def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
         super().__init__(config)
         self.settings = settings
         self.failure: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[bool] | None = None
+        self._finishing: asyncio.Task[None] | None = None
+        self._signals = 0
 
     def fail(self, message: str) -> None:
         """A model cannot be loaded: end."""
@@ -53,21 +56,33 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not uvicorn's: that one stops listening first, and ends with the signal as exit status.
-        if self._loop is None or self._drain is not None:
+        self._signals += 1
+        if self._loop is None or self._signals > 2:
             self.should_exit = self.force_exit = True
             return
-        logger.info("%s: finishing what runs", signal.Signals(sig).name)
-        self._loop.call_soon_threadsafe(self._start_drain)
+        name = signal.Signals(sig).name
+        if self._signals == 1:
+            logger.info("%s: finishing what runs", name)
+            self._loop.call_soon_threadsafe(self._start_to_finish)
+        else:
+            logger.info("%s again: not waiting for what runs", name)
+            self._loop.call_soon_threadsafe(self._cut_short)
 
-    def _start_drain(self) -> None:
-        self._drain = asyncio.ensure_future(self._finish())
-
-    async def _finish(self) -> None:
+    def _start_to_finish(self) -> None:
         models: Models = self.config.app.state.models  # type: ignore[union-attr]
-        if not await models.drain(self.settings.grace):
-            logger.warning("gave up on what still ran after %g seconds", self.settings.grace)
+        self._drain = asyncio.ensure_future(models.drain(self.settings.grace))
+        self._finishing = asyncio.ensure_future(self._finish(models, self._drain))
+
+    async def _finish(self, models: Models, drain: asyncio.Task[bool]) -> None:
+        await asyncio.wait([drain])
+        if drain.cancelled() or not drain.result():
+            logger.warning("gave up on what still ran")
             await models.stop()
         self.should_exit = True
+
+    def _cut_short(self) -> None:
+        assert self._drain
+        self._drain.cancel()
 
 
 def serve(settings: Settings, listener: socket.socket) -> str | None:

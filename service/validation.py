@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -21,6 +22,9 @@ from seqserve.parameters import FOREIGN_NO_OPS, MANY, ONE, GenerationParameters
 
 SHOWN_CHARACTERS = 80
 """A longer value is cut in a message."""
+
+PLAIN_NAME = re.compile(r"[\w-]{1,80}", re.ASCII)
+"""Names of fields that messages show as they are; others are quoted, escaped and cut."""
 
 EXPECTED = {
     "string_type": "a string",
@@ -66,7 +70,7 @@ def describe(
     if error["type"] == "missing":
         return InvalidRequestError(f"{place} is missing", place)
     if error["type"] == "extra_forbidden":
-        return _unknown(place, str(keys[-1]), error["input"], _model_at(body, keys[:-1]))
+        return _unknown(path(keys[:-1]), str(keys[-1]), error["input"], _model_at(body, keys[:-1]))
     requirement = _requirement(error, field_at(body, keys), keys)
     message = f"{place or 'the body'} must be {requirement}, got {shown(error['input'])}"
     return InvalidRequestError(message, place or None)
@@ -89,6 +93,11 @@ def shown(value: Any) -> str:
         text = orjson.dumps(value).decode()
     except (TypeError, ValueError):
         text = reprlib.repr(value)  # bounded in depth too, unlike repr
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """A text, its end left out where it is long."""
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
@@ -165,15 +174,19 @@ def _disagreement(place: str, message: str) -> InvalidRequestError:
 
 
 def _unknown(
-    place: str, name: str, value: Any, model: type[BaseModel] | None
+    parent: str, name: str, value: Any, model: type[BaseModel] | None
 ) -> InvalidRequestError:
+    inside = f"{parent}." if parent else ""
+    spelled = name if PLAIN_NAME.fullmatch(name) else shown(name)
+    place, param = inside + spelled, inside + cut(name)
     if model is GenerationParameters and name in FOREIGN_NO_OPS:
         no_op = shown(FOREIGN_NO_OPS[name])
         message = f"{place} must be {no_op} or left out (not supported here), got {shown(value)}"
-        return InvalidRequestError(message, place)
-    close = difflib.get_close_matches(name, model.model_fields if model else (), n=1)
+        return InvalidRequestError(message, param)
+    fields = model.model_fields if model and spelled is name else ()
+    close = difflib.get_close_matches(name, fields, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return InvalidRequestError(f"{shown(place)[1:-1]} is not a known field{hint}", place)
+    return InvalidRequestError(f"{place} is not a known field{hint}", param)
 
 
 def _model_at(body: type[BaseModel] | None, keys: Sequence[str | int]) -> type[BaseModel] | None:

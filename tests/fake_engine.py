@@ -25,6 +25,8 @@ class FakeEngine:
 
     Attributes:
         gate: steps wait for it; clear it to hold the engine up.
+        steps_until_held: after so many steps it closes the gate itself, so that a test need not
+            be quicker than it.
         stepped: set by every step.
         submitted, cancelled: what the runner handed over, in order.
         poison: rows whose first source id is in here fail alone.
@@ -38,6 +40,7 @@ class FakeEngine:
         self.config = EngineConfig(max_rows=max_rows, max_cache_tokens=1000)
         self.gate = threading.Event()
         self.gate.set()
+        self.steps_until_held: int | None = None
         self.stepped = threading.Event()
         self.submitted: list[Work] = []
         self.cancelled: list[Work] = []
@@ -92,6 +95,8 @@ class FakeEngine:
             trace = StepTrace(len(self.rows_by_step), rows, tuple(joined), left, 0)
             self._on_step(trace)
         self.rows_by_step.append(len(rows))
+        if len(self.rows_by_step) == self.steps_until_held:
+            self.gate.clear()  # before anybody hears of this step
         return events
 
     def _advance(self, row: Sequence) -> Event:

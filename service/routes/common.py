@@ -14,7 +14,6 @@ from fastapi.routing import APIRoute
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
-from service.numbers import dump_json
 from service.runner import Ticket, Work, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
@@ -22,6 +21,11 @@ from service.validation import parse_json
 
 LARGE = 64 * 1024
 """Bytes or numbers from which tokenising and serialising leave the event loop."""
+
+BYTES_PER_TOKEN = 64
+"""What a described token takes in a JSON answer, about."""
+
+JSON = "application/json"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +108,8 @@ async def run(
         seconds: the body's timeout; else the header's, else the server's.
 
     Raises:
-        SeqserveError: see `Ticket.result`; the caller went away; the queue is full.
+        SeqserveError: see `Ticket.result`; the caller went away; the queue is full; the timeout
+            header is no number in range.
     """
     seconds = seconds_of(request, seconds)
     async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
@@ -121,7 +126,8 @@ def seconds_of(request: Request, seconds: float | None) -> float:
     Raises:
         InvalidRequestError: see `header_timeout`.
     """
-    return seconds or header_timeout(request) or settings_of(request).timeout
+    header = header_timeout(request)  # refused where it is wrong, even if the body's counts
+    return seconds or header or settings_of(request).timeout
 
 
 def header_timeout(request: Request) -> float | None:
@@ -145,24 +151,39 @@ def header_timeout(request: Request) -> float | None:
     return seconds
 
 
+def check_size(request: Request, size: int, advice: str, *, binary: bool = False) -> None:
+    """Refuse a request whose answer would be too large.
+
+    Args:
+        size: numbers in the answer, at most.
+        binary: whether it is a file rather than JSON.
+
+    Raises:
+        InvalidRequestError: these are more than the limit.
+    """
+    name = "max_tensor_values" if binary else "max_json_values"
+    limit: int = getattr(settings_of(request), name)
+    if size > limit:
+        raise InvalidRequestError(
+            f"the answer would hold {size} numbers, at most {limit} are allowed ({name}): {advice}"
+        )
+
+
 def answer(
-    content: list[Any] | Any, outcome: Outcome | None, prompt_tokens: int, generated_tokens: int
+    body: bytes,
+    outcome: Outcome,
+    prompt_tokens: int,
+    generated_tokens: int = 0,
+    media_type: str = JSON,
 ) -> Response:
-    """A JSON answer with the headers of inference answers."""
-    body = dump_json(content)
-    return Response(
-        body, 200, headers(outcome, prompt_tokens, generated_tokens), "application/json"
-    )
-
-
-def headers(outcome: Outcome | None, prompt_tokens: int, generated_tokens: int) -> dict[str, str]:
-    """Times in milliseconds, and counts."""
-    return {
-        "x-queue-time": f"{outcome.queue_time if outcome else 0.0:.3f}",
-        "x-inference-time": f"{outcome.inference_time if outcome else 0.0:.3f}",
+    """A written answer, with the headers of all answers that a model ran for."""
+    headers = {
+        "x-queue-time": f"{outcome.queue_time:.3f}",
+        "x-inference-time": f"{outcome.inference_time:.3f}",
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
+    return Response(body, 200, headers, media_type)
 
 
 def times(ticket: Ticket) -> tuple[float, float]:

@@ -16,10 +16,12 @@ from service.errors import envelope_of, responses
 from service.generation import Plan
 from service.numbers import dump_json
 from service.routes.common import (
+    BYTES_PER_TOKEN,
     JsonRoute,
     answer,
     body_size,
     check_count,
+    check_size,
     models_of,
     run,
     seconds_of,
@@ -32,6 +34,9 @@ from service.runner import Ticket
 from service.served import ServedModel
 
 router = APIRouter(route_class=JsonRoute, tags=["generate"])
+
+NUMBERS_PER_TOKEN = 2
+"""Its id and its log-probability."""
 
 EXAMPLES = {
     "text": {"summary": "One text", "value": {"inputs": "hello"}},
@@ -129,14 +134,20 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     works = [sequence for plan in plans for sequence in plan.sequences]
     outcome = await run(request, model, works, body.timeout)
     events = dict(zip(works, map(_tokens, outcome.events), strict=True))
-    answers = [
-        model.generator.answer(plan, events).model_dump(exclude_unset=True) for plan in plans
-    ]
+
+    def write() -> bytes:
+        replies = [
+            model.generator.answer(plan, events).model_dump(exclude_unset=True) for plan in plans
+        ]
+        return dump_json(replies if body.is_list else replies[0])
+
+    candidates = sum(plan.most_candidates for plan in plans)
+    generated_tokens = sum(len(tokens) for tokens in outcome.events)
     return answer(
-        answers if body.is_list else answers[0],
+        await sized(BYTES_PER_TOKEN * (generated_tokens + candidates), write),
         outcome,
         prompt_tokens=sum(len(plan.source.ids) for plan in plans),
-        generated_tokens=sum(len(tokens) for tokens in outcome.events),
+        generated_tokens=generated_tokens,
     )
 
 
@@ -167,7 +178,11 @@ async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel
                 message = f"{place}.{name} must be at most {limit}, got {wanted}"
                 raise InvalidRequestError(message, f"{place}.{name}")
     model = models_of(request).get(body.model)
-    return model, await sized(await body_size(request), model.generator.plan, body)
+    plans = await sized(await body_size(request), model.generator.plan, body)
+    candidates = sum(plan.most_candidates for plan in plans)
+    advice = "ask for fewer inputs, or for a lower top_n_tokens or max_new_tokens"
+    check_size(request, NUMBERS_PER_TOKEN * candidates, advice)
+    return model, plans
 
 
 def _timed(event: StreamEvent, ticket: Ticket) -> StreamEvent:

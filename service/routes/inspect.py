@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from model.sequence import Event, Forward, ForwardEvent
-from seqserve.errors import InvalidRequestError
 from seqserve.schemas import (
     AttentionRequest,
     AttentionResponse,
@@ -28,17 +27,17 @@ from service.errors import responses
 from service.inspection import logits_as_json, logits_as_safetensors
 from service.numbers import dump_json
 from service.routes.common import (
+    BYTES_PER_TOKEN,
+    JSON,
     JsonRoute,
     answer,
     body_size,
     check_count,
-    headers,
+    check_size,
     models_of,
     run,
-    settings_of,
     sized,
 )
-from service.settings import Settings
 
 router = APIRouter(route_class=JsonRoute, tags=["look inside"])
 
@@ -79,16 +78,15 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
     less = "ask for fewer inputs, or for positions: last, or for top_k"
-    _check_size(size, binary, settings_of(request), less if binary else USE_TENSORS)
+    check_size(request, size, less if binary else USE_TENSORS, binary=binary)
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
-    prompt_tokens = _prompt_tokens(passes)
     if binary:
         file = await sized(size, logits_as_safetensors, done, model.loaded.spec.pad_id)
-        return Response(file, 200, headers(outcome, prompt_tokens, 0), BINARY)
+        return answer(file, outcome, _prompt_tokens(passes), media_type=BINARY)
     content = [logits_as_json(event) for event in done]
     text = await sized(size, dump_json, content if body.is_list else content[0])
-    return Response(text, 200, headers(outcome, prompt_tokens, 0), "application/json")
+    return answer(text, outcome, _prompt_tokens(passes))
 
 
 @router.post(
@@ -109,11 +107,16 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
-    _check_size(size, False, settings_of(request), advice="ask for fewer inputs or a lower top_k")
+    advice = "ask for fewer inputs or a lower top_k"
+    check_size(request, size, advice)
     outcome = await run(request, model, passes, body.timeout)
-    answers = [model.inspector.answer_next(_pass(events)).model_dump() for events in outcome.events]
-    content = answers if body.is_list else answers[0]
-    return answer(content, outcome, _prompt_tokens(passes), 0)
+
+    def write() -> bytes:
+        done = [_pass(events) for events in outcome.events]
+        answers = [model.inspector.answer_next(event).model_dump() for event in done]
+        return dump_json(answers if body.is_list else answers[0])
+
+    return answer(await sized(BYTES_PER_TOKEN * size, write), outcome, _prompt_tokens(passes))
 
 
 @router.post(
@@ -134,9 +137,13 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
-    answers = [model.inspector.answer_score(event).model_dump() for event in done]
-    content = answers if body.is_list else answers[0]
-    return answer(content, outcome, _prompt_tokens(passes), 0)
+
+    def write() -> bytes:
+        answers = [model.inspector.answer_score(event).model_dump() for event in done]
+        return dump_json(answers if body.is_list else answers[0])
+
+    tokens = sum(len(p.tgt) for p in passes)
+    return answer(await sized(BYTES_PER_TOKEN * tokens, write), outcome, _prompt_tokens(passes))
 
 
 @router.post(
@@ -166,7 +173,7 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
     binary = _wants_binary(request, body)
     size = inspector.attention_size(passes, padded=binary)
     less = "ask for fewer or shorter inputs and targets"
-    _check_size(size, binary, settings_of(request), less if binary else USE_TENSORS)
+    check_size(request, size, less if binary else USE_TENSORS, binary=binary)
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
 
@@ -176,9 +183,9 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
         answers = [inspector.answer_attention(event, body.dtype) for event in done]
         return dump_json(answers if body.is_list else answers[0])
 
-    kind = BINARY if binary else "application/json"
+    kind = BINARY if binary else JSON
     content = await sized(size, write)
-    return Response(content, 200, headers(outcome, _prompt_tokens(passes), 0), kind)
+    return answer(content, outcome, _prompt_tokens(passes), media_type=kind)
 
 
 @router.post(
@@ -193,10 +200,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     check_count(request, "inputs", len(texts))
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("inputs")
-    encoded = await sized(await body_size(request), tokenizer.encode, texts)
-    answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
-    content = answers if isinstance(body.inputs, list) else answers[0]
-    return Response(dump_json(content), media_type="application/json")
+
+    def write() -> bytes:
+        encoded = tokenizer.encode(texts)
+        answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
+        return dump_json(answers if isinstance(body.inputs, list) else answers[0])
+
+    return Response(await sized(await body_size(request), write), media_type=JSON)
 
 
 @router.post(
@@ -212,11 +222,14 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("input_ids")
     nested = id_lists is body.input_ids
-    for i, ids in enumerate(id_lists):
-        vocabulary.check(ids, f"input_ids[{i}]" if nested else "input_ids")
-    answers = [{"text": tokenizer.decode(ids)} for ids in id_lists]
-    content: Any = answers if nested else answers[0]
-    return Response(dump_json(content), media_type="application/json")
+
+    def write() -> bytes:
+        for i, ids in enumerate(id_lists):
+            vocabulary.check(ids, f"input_ids[{i}]" if nested else "input_ids")
+        answers = [{"text": tokenizer.decode(ids)} for ids in id_lists]
+        return dump_json(answers if nested else answers[0])
+
+    return Response(await sized(await body_size(request), write), media_type=JSON)
 
 
 def _check_counts(request: Request, body: LogitsRequest | ScoreRequest | AttentionRequest) -> None:
@@ -228,15 +241,6 @@ def _wants_binary(request: Request, body: LogitsRequest | AttentionRequest) -> b
     if body.format is not None:
         return body.format == "safetensors"
     return BINARY in request.headers.get("accept", "")
-
-
-def _check_size(size: int, binary: bool, settings: Settings, advice: str) -> None:
-    name = "max_tensor_values" if binary else "max_json_values"
-    limit: int = getattr(settings, name)
-    if size > limit:
-        raise InvalidRequestError(
-            f"the answer would hold {size} numbers, at most {limit} are allowed ({name}): {advice}"
-        )
 
 
 def _pass(events: list[Event]) -> ForwardEvent:

@@ -50,6 +50,7 @@ async def info(request: Request) -> InfoResponse:
 
 
 @router.get("/docs", include_in_schema=False)
+@router.get("/docs/", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
     """Swagger UI from the server's own files: works without the internet."""
     root = request.scope["root_path"]

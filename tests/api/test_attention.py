@@ -249,7 +249,6 @@ async def test_answers_of_too_many_numbers_are_refused_with_advice(native: Loade
         ({"inputs": "b" * 60}, "inputs", "61 tokens, the model takes at most 48"),
         ({"input_ids": [[5], []]}, "input_ids[1]", "at least one token"),
         ({"inputs": "a", "dtype": "bfloat16"}, "dtype", '"float32" or "float16"'),
-        ({"inputs": "a", "dtype": None}, "dtype", '"float32" or "float16"'),
         ({"inputs": "a", "format": "xml"}, "format", '"json" or "safetensors" or null'),
         ({"inputs": "a", "layers": [0]}, "layers", "not a known field"),
         ({"inputs": ["a"] * 1025}, "inputs", "at most 1024"),

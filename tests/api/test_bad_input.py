@@ -8,6 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
+
+from seqserve.parameters import FOREIGN_NO_OPS, GenerationParameters
+from seqserve.schemas import (
+    DetokenizeRequest,
+    GenerateRequest,
+    LogitsRequest,
+    NextRequest,
+    TokenizeRequest,
+)
 
 from .conftest import Api
 
@@ -37,6 +47,9 @@ GENERATE: list[tuple[dict[str, Any], str | None, str]] = [
     ({"inputs": ["a"], "stream": True}, "stream", "stream needs one input, got a list of 1"),
     ({"inputs": "a", "stream": "false"}, "stream", 'got "false"'),
     ({"inputs": "a", "model": 3}, "model", "model must be a string, got 3"),
+    ({"inputs": "a", "foo": None}, "foo", "foo is not a known field"),
+    ({"inputs": "a", "": 1}, "", '"" is not a known field'),
+    ({"inputs": "a", "<one>": 1}, "<one>", '"<one>" is not a known field'),
     ({"inputs": "a", "timeout": 0}, "timeout", "timeout must be in (0, 86400], got 0"),
     ({"inputs": "a", "timeout": "1"}, "timeout", "timeout must be a number"),
     ({"inputs": "a", "parameters": 5}, "parameters", "parameters must be an object"),
@@ -83,6 +96,11 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_beams": 65}, "num_beams", "must be at most 64, got 65"),
     ({"bad_words": [3]}, "bad_words[0]", "got 3"),
     ({"bad_words": [["a"]]}, "bad_words[0][0]", 'must be an integer, got "a"'),
+    ({"temprature": None}, "temprature", "did you mean temperature?"),
+    ({"foo": None}, "foo", "foo is not a known field"),
+    ({"<many>": 1}, "<many>", '"<many>" is not a known field'),
+    ({"target_prefix_ids": [5] * 60}, "target_prefix_ids", "have 61 tokens"),
+    ({"target_prefix": "HH " * 60}, "target_prefix", "have 61 tokens"),
     ({"watermark": True}, "watermark", "must be false or left out"),
     ({"stop": [""]}, "stop[0]", "at least"),
     ({"stop": "x"}, "stop", 'got "x"'),
@@ -159,6 +177,81 @@ async def test_a_long_value_is_cut_in_the_message(api: Api) -> None:
     envelope = await api.refused("/generate", inputs="a", model=["x" * 10_000])
     assert len(envelope["error"]) < 300
     assert "characters)" in envelope["error"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"inputs": "a", "x" * 1_000_000: 1},
+        {"inputs": "a", "parameters": {"x" * 1_000_000: 1}},
+        {"inputs": "a", "parameters": {"x y" * 300_000: 1}},
+        {"inputs": "a", "model": "x" * 1_000_000},
+    ],
+    ids=["field", "parameter", "strange parameter", "model"],
+)
+async def test_a_long_name_is_cut_in_the_message(
+    client: httpx.AsyncClient, body: dict[str, Any]
+) -> None:
+    response = await client.post("/generate", json=body)
+    assert response.status_code in (404, 422)
+    assert len(response.content) < 500
+
+
+@pytest.mark.parametrize("place", ["body", "parameters"])
+async def test_many_unknown_fields_make_one_error(place: str) -> None:
+    unknown = {f"k{i}": 1 for i in range(10_000)}
+    body = {"inputs": "a"} | (unknown if place == "body" else {"parameters": unknown})
+    with pytest.raises(ValidationError) as caught:
+        GenerateRequest.model_validate(body)
+    assert caught.value.error_count() == 1
+
+
+async def test_null_is_the_same_as_leaving_a_field_out(api: Api) -> None:
+    for path, cls, required in (
+        ("/generate", GenerateRequest, {"inputs": "a"}),
+        ("/logits", LogitsRequest, {"inputs": "a"}),
+        ("/next", NextRequest, {"inputs": "a"}),
+        ("/tokenize", TokenizeRequest, {"inputs": "a"}),
+        ("/detokenize", DetokenizeRequest, {"input_ids": [5]}),
+    ):
+        nulls: dict[str, Any] = dict.fromkeys(cls.model_fields.keys() - required.keys())
+        assert await api.post(path, **required, **nulls) == await api.post(path, **required)
+    known = dict.fromkeys([*GenerationParameters.model_fields, *FOREIGN_NO_OPS])
+    plain = await api.post("/generate", inputs="a")
+    assert await api.post("/generate", inputs="a", parameters=known) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/logits", {"inputs": ["a"], "targets": ["HH " * 60]}, "targets[0]"),
+        ("/logits", {"inputs": "a", "targets": "HH " * 60}, "targets"),
+        ("/logits", {"inputs": ["a"], "target_ids": [[5] * 60]}, "target_ids[0]"),
+        ("/logits", {"inputs": "a", "target_ids": [5] * 60}, "target_ids"),
+        ("/logits", {"inputs": "a", "target_ids": [[5]] * 1025}, "target_ids"),
+        ("/next", {"inputs": "a", "target_prefix_ids": [5] * 60}, "target_prefix_ids"),
+        ("/next", {"inputs": "a", "target_prefix": "HH " * 60}, "target_prefix"),
+        (
+            "/next",
+            {"inputs": ["a", "b"], "target_prefix_ids": [[5], [5] * 60]},
+            "target_prefix_ids[1]",
+        ),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+async def test_what_is_too_long_is_called_by_its_name(
+    api: Api, path: str, body: dict[str, Any], param: str
+) -> None:
+    envelope = await api.refused(path, **body)
+    assert envelope["param"] == param
+    assert envelope["error"].startswith(f"{param} has ")
+
+
+async def test_more_top_tokens_than_an_answer_may_hold_are_refused(api: Api) -> None:
+    parameters = {"top_n_tokens": 100, "max_new_tokens": 48}
+    envelope = await api.refused("/generate", inputs=["a"] * 1024, parameters=parameters)
+    assert f"{2 * 1024 * 48 * 31} numbers, at most 1000000" in envelope["error"]
+    assert "top_n_tokens" in envelope["error"]
 
 
 @pytest.mark.parametrize("name", ["input_ids", "target_ids"])

@@ -248,6 +248,16 @@ async def test_draws_without_a_seed_differ(api: Api) -> None:
     assert len({answer["generated_text"] for answer in answers}) > 1
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-30, 1e-38, 1e-44, 1e-320])
+async def test_the_lowest_temperatures_draw_the_likeliest_token(
+    api: Api, temperature: float
+) -> None:
+    parameters = {"temperature": temperature, "seed": 1}
+    assert await api.post("/generate", inputs=WORDS, parameters=parameters) == await api.post(
+        "/generate", inputs=WORDS
+    )
+
+
 async def test_top_k_1_is_greedy(api: Api) -> None:
     greedy = await api.post("/generate", inputs="hello")
     assert greedy == await api.post("/generate", inputs="hello", parameters={"top_k": 1})
@@ -321,7 +331,7 @@ async def test_the_first_model_is_the_default(api: Api) -> None:
 async def test_a_model_that_is_not_there_is_named_with_those_that_are(api: Api) -> None:
     envelope = await api.refused("/generate", 404, model="bart", inputs="hello")
     assert envelope["error_type"] == "not_found"
-    assert "'bart'" in envelope["error"]
+    assert '"bart"' in envelope["error"]
     assert "native, tutorial" in envelope["error"]
 
 
@@ -348,3 +358,7 @@ async def test_a_bad_timeout_header_is_refused(client: httpx.AsyncClient, value:
     )
     assert response.status_code == 422
     assert response.json()["param"] == "x-request-timeout"
+    overruled = await client.post(
+        "/generate", json={"inputs": "a", "timeout": 5}, headers={"x-request-timeout": value}
+    )
+    assert overruled.status_code == 422

@@ -117,9 +117,10 @@ async def test_info_describes_models_and_limits(
 async def test_the_root_leads_to_the_documentation(client: httpx.AsyncClient) -> None:
     response = await client.get("/")
     assert response.is_redirect
-    page = await client.get(response.headers["location"])
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
+    for path in (response.headers["location"], "/docs/"):
+        page = await client.get(path)
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
 
 
 async def test_the_documentation_needs_no_internet(client: httpx.AsyncClient) -> None:

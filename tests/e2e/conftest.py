@@ -54,10 +54,14 @@ class Server:
                     self._listening.set()
         self._listening.set()
 
-    def wait_until_ready(self) -> None:
-        """Until a model can answer."""
+    def wait_until_listening(self) -> None:
+        """Until it can be reached."""
         assert self._listening.wait(PATIENCE)
         assert self.url, "".join(self.log)
+
+    def wait_until_ready(self) -> None:
+        """Until a model can answer."""
+        self.wait_until_listening()
         deadline = time.monotonic() + PATIENCE
         with Client(self.url) as client:
             while not client.ready():

@@ -124,6 +124,48 @@ def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
+def test_a_second_signal_does_not_wait_for_what_runs(model: Path) -> None:
+    with serving("--model", str(model)) as server, ThreadPoolExecutor() as pool:
+        running = pool.submit(
+            httpx.post,
+            f"{server.url}/generate",
+            json={"inputs": ["hello"] * 1024},
+            timeout=PATIENCE,
+        )
+        with Client(server.url) as client:
+            wait_until_running(client)
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert running.result(PATIENCE).status_code == 503
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_a_body_that_never_comes_does_not_hold_the_end_up(model: Path) -> None:
+    with serving("--model", str(model)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as slow:
+            slow.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{")
+            with Client(server.url) as client:
+                assert client.generate("hello").generated_text
+            assert server.stop() == 0
+            assert slow.recv(4096).startswith(b"HTTP/1.1 503 ")
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_sigterm_while_a_model_is_loaded_ends_in_order(tmp_path: Path) -> None:
+    large = make_native_model(tmp_path, dim=256, hidden_dim=4096)
+    server = Server("--model", str(large), "--port", "0")
+    try:
+        server.wait_until_listening()
+        assert server.stop() == 0
+        assert "Traceback" not in "".join(server.log)
+        assert "terminate" not in "".join(server.log)
+    finally:
+        server.process.kill()
+        server.wait()
+
+
 def test_sigterm_gives_up_after_the_grace_period(model: Path) -> None:
     with serving("--model", str(model), "--grace", "0") as server, ThreadPoolExecutor() as pool:
         running = pool.submit(

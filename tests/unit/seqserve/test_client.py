@@ -100,6 +100,19 @@ def test_only_what_was_said_is_sent() -> None:
     ]
 
 
+@pytest.mark.parametrize("inputs", [("a", "b"), ([5], [6])])
+def test_a_tuple_of_inputs_is_a_list_of_inputs(inputs: Any) -> None:
+    handler, bodies = answering(httpx.Response(200, json=[TEXT, TEXT]))
+    assert len(scripted(handler).generate(inputs)) == 2
+    assert list(inputs) in bodies[0].values()
+
+
+def test_each_input_can_have_its_own_prefix() -> None:
+    handler, bodies = answering(httpx.Response(200, json=[{"tokens": []}, {"tokens": []}]))
+    scripted(handler).next(["a", "b"], ["K", "D"])
+    assert bodies[0] == {"inputs": ["a", "b"], "target_prefix": ["K", "D"]}
+
+
 def test_parameters_can_be_given_for_each_input() -> None:
     handler, bodies = answering(httpx.Response(200, json=[TEXT, TEXT]))
     scripted(handler).generate(["a", "b"], [{"top_k": 1}, GenerationParameters()])

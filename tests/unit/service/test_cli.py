@@ -96,13 +96,47 @@ def test_bad_lines_are_reported_in_place_and_the_rest_goes_on(model: Path) -> No
     assert "101 tokens, the model takes at most 48" in done.stderr
 
 
+def test_a_line_at_odds_with_the_command_line_is_reported_in_place(model: Path) -> None:
+    lines = [
+        {"inputs": "a", "parameters": {"do_sample": False}},
+        {"inputs": "a", "parameters": {"target_prefix_ids": [5]}},
+        {"inputs": "a", "model": "other"},
+        {"inputs": "a", "timeout": 1},
+        {"inputs": "a"},
+    ]
+    stdin = "\n".join(map(json.dumps, lines))
+    done = generate(model, "--jsonl", "--temperature", "0.5", "--target-prefix", "HH", stdin=stdin)
+    assert done.exit_code == 1
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert ["error" in a for a in answers] == [True, True, True, True, False]
+    assert "do_sample is false, but temperature would sample" in answers[0]["error"]
+    assert "target_prefix and target_prefix_ids exclude each other" in answers[1]["error"]
+    assert answers[2]["param"] == "model"
+    assert answers[3]["param"] == "timeout"
+    assert "Traceback" not in done.output
+
+
+def test_an_argument_that_is_no_utf_8_is_reported_and_the_rest_goes_on(model: Path) -> None:
+    done = generate(model, "\udcff\udcfe", "fox")
+    assert done.exit_code == 1
+    assert "line 1: not UTF-8" in done.stderr
+    assert [bool(line) for line in done.stdout.split("\n")[:-1]] == [False, True]
+
+
+def test_a_bad_variable_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQSERVE_DTYPE", "int3")
+    for done in (run("info", str(model)), generate(model, "a")):
+        assert done.exit_code == 2
+        assert "--dtype must be" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("generate", "--top-p", "2", "x"), "--top-p must be in (0, 1], got 2.0"),
         (
             ("generate", "--no-do-sample", "--top-k", "2", "x"),
-            "--do-sample is false, but top_k would sample",
+            "--do-sample is false, but --top-k would sample",
         ),
         (("generate", "--model", "/nowhere", "x"), "/nowhere: no such directory"),
         (("generate", "--model", "/", "x"), "no config.json in it"),
@@ -112,7 +146,7 @@ def test_bad_lines_are_reported_in_place_and_the_rest_goes_on(model: Path) -> No
         (("serve", "--model", "/nowhere"), "/nowhere: no such directory"),
         (("serve", "--model", "=x"), "NAME=DIR or DIR, got '=x'"),
         (("serve", "--model", "x=/a", "--model", "x=/b"), "two models are called 'x'"),
-        (("serve", "--max-queue", "5"), "must not be over max_queue"),
+        (("serve", "--max-queue", "5"), "must not be over --max-queue"),
         (("info", "/nowhere"), "/nowhere: no such directory"),
         (("train", "--data", "/nowhere", "--out", "/tmp/x"), "/nowhere: no such file"),
     ],

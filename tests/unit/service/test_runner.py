@@ -92,6 +92,21 @@ async def test_a_whole_answer_wakes_its_request_once() -> None:
     assert wakes == 1
 
 
+async def test_many_works_are_all_freed_within_a_step() -> None:
+    engine = FakeEngine()
+    works = [row(tokens=500) for _ in range(1000)]
+    async with running(engine, max_queue=1000) as runner:
+        with engine.held_up():
+            async with runner.submitted(works, SOON):
+                await until_it_steps(engine)
+            assert runner.outstanding == 0
+            steps = len(engine.rows_by_step)
+        async with runner.submitted([row(tokens=1)], SOON) as after:
+            await after.result()
+    assert len(engine.rows_by_step) == steps + 2  # the one it was in, and that of the next request
+    assert set(engine.cancelled) == set(works)
+
+
 async def test_a_request_without_works_is_done_at_once() -> None:
     async with running(FakeEngine()) as runner, runner.submitted([], SOON) as ticket:
         assert await ticket.result() == []
@@ -134,12 +149,14 @@ async def test_a_passed_deadline_frees_the_row_and_leaves_others_alone() -> None
 
 async def test_leaving_early_cancels_what_is_unfinished() -> None:
     engine = FakeEngine()
+    engine.steps_until_held = 1
     long, short = row(tokens=500), row(tokens=1)
     async with running(engine) as runner:
         async with runner.submitted([long, short], SOON) as ticket:
             async for events in ticket.steps():
                 if any(work_of(event) is short for event in events):
                     break
+        engine.gate.set()
         async with runner.submitted([row()], SOON) as after:
             await after.result()
         assert runner.engine.running == 0
@@ -232,7 +249,11 @@ async def test_many_requests_at_once_each_get_exactly_their_own_answer() -> None
                 return tokens(await ticket.result())
 
         lengths = [1 + i % 7 for i in range(300)]
-        answers = await asyncio.gather(*(one(length) for length in lengths))
+        with engine.held_up():
+            asked = [asyncio.create_task(one(length)) for length in lengths]
+            while runner.outstanding < len(lengths):  # noqa: ASYNC110 - each turn admits some
+                await asyncio.sleep(0)
+        answers = await asyncio.gather(*asked)
     assert answers == [list(range(1, length + 1)) for length in lengths]
     assert max(engine.rows_by_step) == 8
 

@@ -81,7 +81,7 @@ def test_the_field_of_an_error_is_found_inside_unions_and_lists() -> None:
         ({"inputs": "a", "strem": False}, "strem is not a known field; did you mean stream?", None),
         (
             {"inputs": "a", "\n\u001b[31m": 1},
-            "\\n\\u001b[31m is not a known field",
+            '"\\n\\u001b[31m" is not a known field',
             "\n\u001b[31m",
         ),
     ],
