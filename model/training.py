@@ -45,7 +45,8 @@ class TrainingConfig:
         dev_size: distinct sources held out for evaluation.
         epochs: passes over the data.
         batch_tokens: rows x longest side of a batch, at most.
-        learning_rate: the peak, reached after `warmup_steps`, then down a cosine to 0.
+        learning_rate: the peak, reached after `warmup_steps` (at most a fifth of the run), then
+            down a cosine to 0.
         label_smoothing: mass spread over the vocabulary.
         weight_decay: decoupled (AdamW), on matrices only.
         clip_norm: bound on the gradient's norm.
@@ -73,6 +74,11 @@ class TrainingConfig:
     evaluate_every: int = 1
     checkpoint_every: int = 500
     seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dev_size", "epochs", "batch_tokens", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -119,19 +125,20 @@ def read_pairs(path: Path) -> list[Pair]:
     """Lines of `source <tab> target`.
 
     Raises:
-        ValueError: a line has no tab, or an empty side.
+        ValueError: a line has no tab, or an empty side; the file is not UTF-8.
     """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
     pairs = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            source, tab, target = line.rstrip("\r\n").partition("\t")
-            if not tab or not source.strip() or not target.strip():
-                raise ValueError(
-                    f"{path}:{number}: expected 'source<TAB>target', got {line[:80]!r}"
-                )
-            pairs.append((source, target))
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        source, tab, target = line.rstrip("\r").partition("\t")
+        if not tab or not source.strip() or not target.strip():
+            raise ValueError(f"{path}:{number}: expected 'source<TAB>target', got {line[:80]!r}")
+        pairs.append((source, target))
     if not pairs:
         raise ValueError(f"{path}: no pairs")
     return pairs
@@ -216,10 +223,11 @@ def collate(examples: Sequence[Example], shape: TransformerConfig) -> Batch:
 
 
 def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
-    """Linear warm-up, then half a cosine down to 0 at `steps`."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    """Linear warm-up, at most a fifth of the run, then half a cosine down to 0 at `steps`."""
+    warmup = min(config.warmup_steps, max(1, steps // 5))  # small data has few steps
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
 
@@ -304,6 +312,7 @@ class Trainer:
         self.average = WeightAverage(self.model, config.average_decay)
         self.step = 0
         self.evaluations: list[Evaluation] = []
+        self._interrupted = False
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
@@ -327,8 +336,14 @@ class Trainer:
                 loss = self._learn(collate([self.examples[i] for i in group], self.shape), steps)
                 pairs_seen += len(group)
                 report(epoch)
-                if self.step % self.config.checkpoint_every == 0:
+                if self._interrupted or self.step % self.config.checkpoint_every == 0:
                     self.save_checkpoint()
+                if self._interrupted:
+                    return
+
+    def interrupt(self) -> None:
+        """Have `run` return behind the running step, with a checkpoint to go on from exactly."""
+        self._interrupted = True
 
     def _plan(self, epoch: int) -> list[list[int]]:
         seed = self.config.seed * 1_000_003 + epoch
@@ -397,13 +412,11 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
-        for then, now in (
-            (state["config"], asdict(self.config)),
-            (state["shape"], asdict(self.shape)),
-        ):
-            changed = [f"{k} was {then.get(k)}, is {v}" for k, v in now.items() if then.get(k) != v]
-            if changed:
-                raise ValueError(f"{path} was made with other settings: {'; '.join(changed)}")
+        then = state["config"] | state["shape"]
+        now = asdict(self.config) | asdict(self.shape)
+        changed = [f"{k} was {then.get(k)}, is {v}" for k, v in now.items() if then.get(k) != v]
+        if changed:
+            raise ValueError(f"{path} was made with other settings: {'; '.join(changed)}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.load(state["average"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -352,16 +353,28 @@ def _trainer(data: Path, out: Path, options: dict[str, Any]) -> Trainer:
 def _run_training(trainer: Trainer) -> None:
     from service.training_progress import show_progress
 
+    interrupted: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.append(number)
+        trainer.interrupt()  # behind the running step: a checkpoint inside one would not be exact
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with show_progress() as report:
             trainer.run(report)
-    except KeyboardInterrupt:
-        trainer.save_checkpoint()
-        _fail(f"interrupted at step {trainer.step}; go on with --resume", code=130)
+        if interrupted:
+            message = f"interrupted at step {trainer.step}; go on with --resume"
+            _fail(message, code=128 + interrupted[0])
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
         _fail("out of memory; try a smaller --batch-tokens or --dim", code=1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- shared --------------------------------------------------------------------------------------

@@ -52,6 +52,12 @@ class TestTemperature:
         divided = divide_by_temperature(row(1.0, -2.0, 4.0), history(), torch.tensor([2.0]))
         assert divided.tolist() == [[0.5, -1.0, 2.0]]
 
+    @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-6])
+    def test_the_lowest_ones_leave_one_likeliest_token(self, temperature: float) -> None:
+        scores = divide_by_temperature(row(1.0, -2.0, 4.0), history(), torch.tensor([temperature]))
+        assert scores.isfinite().all()
+        assert scores.softmax(-1).tolist() == [[0.0, 0.0, 1.0]]
+
 
 class TestTopK:
     def test_all_but_the_k_likeliest_are_banned(self) -> None:

@@ -169,9 +169,25 @@ def test_the_learning_rate_rises_linearly_then_falls_along_a_cosine() -> None:
         assert curve[step] == pytest.approx(1 + math.cos(math.pi * (step - 4) / 20))
 
 
-def test_a_run_shorter_than_its_warm_up_has_a_learning_rate() -> None:
+def test_warming_up_takes_at_most_a_fifth_of_a_run() -> None:
     config = replace(CONFIG, learning_rate=1.0, warmup_steps=100)
-    assert [learning_rate(step, 3, config) for step in range(3)] == [0.01, 0.02, 0.03]
+    curve = [learning_rate(step, 10, config) for step in range(10)]
+    assert curve[:3] == [0.5, 1.0, 1.0]
+    assert curve[9] < 0.05
+    assert learning_rate(0, 1, config) == 1.0
+
+
+@pytest.mark.parametrize("name", ["epochs", "batch_tokens", "dev_size", "evaluate_every"])
+def test_counts_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        replace(CONFIG, **{name: 0})
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(b"a\tb\nc\xff\td\n")
+    with pytest.raises(ValueError, match=r"pairs\.tsv: not UTF-8 at byte 5"):
+        read_pairs(path)
 
 
 def test_the_weight_average_forgets_slowly_and_the_start_quickly() -> None:
