@@ -2,7 +2,7 @@
 
 >>> client = Client("http://127.0.0.1:8000")  # doctest: +SKIP
 >>> client.generate("hello").generated_text  # doctest: +SKIP
-'HH AH L OW'
+'HH EH L OW'
 
 An input is a text or a list of token ids; a list of inputs gives a list of answers. What a call
 sends and how its answer is read is a `Call`; the clients only carry calls.
