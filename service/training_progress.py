@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from model.training import Evaluation
+from model.evaluation import Evaluation
 from model.training import Progress as State
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from model.evaluation import evaluate
 from model.loader import LoadedModel, load_model
-from model.training import evaluate, read_pairs
+from model.training import read_pairs
 from seqserve import Client
 
 from .conftest import ROOT, Server, serving

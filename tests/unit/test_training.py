@@ -15,22 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint import ModelError
+from model.evaluation import Evaluation, translate
 from model.families.seqserve import TransformerConfig
 from model.loader import load_model
 from model.training import (
-    Evaluation,
     Progress,
     Trainer,
     TrainingConfig,
     WeightAverage,
     collate,
-    edit_distance,
-    evaluate,
     learning_rate,
     plan_epoch,
     read_pairs,
     split_by_source,
-    translate,
 )
 
 Pair = tuple[str, str]
@@ -199,23 +196,6 @@ def test_the_weight_average_forgets_slowly_and_the_start_quickly() -> None:
     assert average.weights["weight"].item() == pytest.approx(0.9)
     average.update(layer, step=10_000)  # decay 0.9
     assert average.weights["weight"].item() == pytest.approx(0.91)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "distance"),
-    [
-        ("kitten", "sitting", 3),
-        ("", "abc", 3),
-        ("abc", "", 3),
-        ("", "", 0),
-        ("flaw", "lawn", 2),
-        ("intention", "execution", 5),
-        ("abc", "abc", 0),
-    ],
-)
-def test_edit_distance_equals_the_textbook(a: str, b: str, distance: int) -> None:
-    assert edit_distance(list(a), list(b)) == distance
-    assert edit_distance(list(b), list(a)) == distance
 
 
 # --- a run -------------------------------------------------------------------------------------
@@ -416,24 +396,6 @@ def test_a_small_task_is_learnt_to_the_last_dev_word(tmp_path: Path) -> None:
     (evaluation,) = run.evaluations
     assert evaluation == Evaluation(60, 30, 0.0, 0.0)
     assert translate(load_model(tmp_path, "cpu"), ["abcd", "d"]) == ["d c b a", "d"]
-
-
-# --- evaluation --------------------------------------------------------------------------------
-
-
-def test_a_source_is_right_if_any_of_its_references_is_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer(tmp_path).export()
-    model = load_model(tmp_path, "cpu")
-    answers = {"a": "X", "b": "X Y Z", "c": ""}
-    monkeypatch.setattr(
-        "model.training.translate", lambda model, texts: [answers[text] for text in texts]
-    )
-    pairs = [("a", "W W"), ("a", "X"), ("b", "X Y"), ("b", "P Q R S"), ("c", "X Y")]
-    evaluation = evaluate(model, pairs, epoch=4)
-    # a is right (1 token); b misses its nearest by 1 of 2 tokens; c by 2 of 2.
-    assert evaluation == Evaluation(4, 3, pytest.approx(2 / 3), pytest.approx(3 / 5))
 
 
 def test_a_directory_that_is_being_trained_has_nothing_to_serve_before_its_first_export(

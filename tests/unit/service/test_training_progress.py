@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from model.training import Evaluation, Progress
+from model.evaluation import Evaluation
+from model.training import Progress
 from service.training_progress import show_progress
 
 STATES = [
