@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Sublayer = Callable[[Tensor], Tensor]
+Activation = Callable[[Tensor], Tensor]
 
 
 # --- positions ---------------------------------------------------------------------------------
@@ -44,23 +45,59 @@ def sinusoidal_table(length: int, dim: int, base: float = 10000.0) -> Tensor:
         return table.float()
 
 
-class SinusoidalPositions(nn.Module):
-    """Fixed position encodings, looked up by position.
+def halved_sinusoidal_table(length: int, dim: int, base: float = 10000.0) -> Tensor:
+    """The same numbers as `sinusoidal_table`: all sines first, then all cosines."""
+    table = sinusoidal_table(length, dim, base)
+    return torch.cat([table[:, 0::2], table[:, 1::2]], dim=1)
+
+
+class FixedPositions(nn.Module):
+    """Position encodings that are computed, not learned, looked up by position.
+
+    Args:
+        table: ``[length, dim]``; positions ``0 .. length - 1`` exist.
+    """
+
+    table: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """``[batch, length]`` positions -> ``[batch, length, dim]`` encodings."""
+        return F.embedding(positions, self.table)
+
+
+class SinusoidalPositions(FixedPositions):
+    """The paper's position encodings.
 
     Args:
         max_length: positions ``0 .. max_length - 1`` exist.
         dim: width of an encoding.
     """
 
-    table: Tensor
-
     def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(sinusoidal_table(max_length, dim))
+
+
+class LearnedPositions(nn.Module):
+    """Position encodings from a table of weights.
+
+    Args:
+        max_length: positions ``0 .. max_length - 1`` exist.
+        dim: width of an encoding.
+        offset: the table's row of position 0; the rows before it are not used.
+    """
+
+    def __init__(self, max_length: int, dim: int, offset: int = 0) -> None:
         super().__init__()
-        self.register_buffer("table", sinusoidal_table(max_length, dim), persistent=False)
+        self.weight = token_table(max_length + offset, dim).weight
+        self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
         """``[batch, length]`` positions -> ``[batch, length, dim]`` encodings."""
-        return F.embedding(positions, self.table)
+        return F.embedding(positions + self.offset, self.weight)
 
 
 def token_table(vocab_size: int, dim: int) -> nn.Embedding:
@@ -79,15 +116,22 @@ class Embedding(nn.Module):
         positions: maps positions to encodings of the same width.
         scale: factor on the token vectors; the paper uses ``sqrt(dim)``, the tutorial 1.
         dropout: probability of zeroing an element while training.
+        sum_norm: applied to the sum; the paper has none.
     """
 
     def __init__(
-        self, tokens: nn.Embedding, positions: nn.Module, scale: float = 1.0, dropout: float = 0.0
+        self,
+        tokens: nn.Embedding,
+        positions: nn.Module,
+        scale: float = 1.0,
+        dropout: float = 0.0,
+        sum_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.tokens = tokens
         self.positions = positions
         self.scale = scale
+        self.sum_norm = nn.Identity() if sum_norm is None else sum_norm
         self.dropout = Dropout(dropout)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -99,7 +143,7 @@ class Embedding(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device)[None, :]
         embedded = self.tokens(ids) * self.scale + self.positions(positions)
         # Encodings stay float32 in a half-precision model; the sum is rounded once.
-        dropped: Tensor = self.dropout(embedded.to(self.tokens.weight.dtype))
+        dropped: Tensor = self.dropout(self.sum_norm(embedded.to(self.tokens.weight.dtype)))
         return dropped
 
 
@@ -214,22 +258,31 @@ class MultiHeadAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Section 3.3: ``relu(x W1 + b1) W2 + b2``, applied to each position.
+    """Section 3.3: ``activation(x W1 + b1) W2 + b2``, applied to each position.
 
     Args:
         dim: width of the model.
         hidden: width between the two linear layers.
+        activation: element by element; the paper's is ReLU.
     """
 
-    def __init__(self, dim: int, hidden: int, bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        activation: Activation = F.relu,
+    ) -> None:
         super().__init__()
         self.expand = nn.Linear(dim, hidden, bias=bias)
         self.contract = nn.Linear(hidden, dim, bias=bias)
+        self.activation = activation
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, dim]`` -> the same shape."""
-        contracted: Tensor = self.contract(self.dropout(F.relu(self.expand(x))))
+        contracted: Tensor = self.contract(self.dropout(self.activation(self.expand(x))))
         return contracted
 
 
@@ -335,3 +388,25 @@ class NormalizedResidual(nn.Module):
         normed: Tensor = self.norm(x)
         branch: Tensor = self.dropout(sublayer(normed))
         return normed + branch
+
+
+# --- output ------------------------------------------------------------------------------------
+
+
+class BiasedOutput(nn.Module):
+    """An output layer and a bias on its logits.
+
+    Args:
+        projection: ``[..., dim] -> [..., vocab]``, often tied to an embedding.
+        vocab_size: width of the bias, which is kept as ``[1, vocab]``, as checkpoints have it.
+    """
+
+    def __init__(self, projection: nn.Linear, vocab_size: int) -> None:
+        super().__init__()
+        self.projection = projection
+        self.bias = nn.Parameter(torch.zeros(1, vocab_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[rows, dim]`` -> ``[rows, vocab]``."""
+        logits: Tensor = self.projection(hidden)
+        return logits + self.bias

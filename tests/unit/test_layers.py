@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from model.layers import (
     BesselLayerNorm,
+    BiasedOutput,
     Dropout,
     Embedding,
     FeedForward,
     LayerNorm,
+    LearnedPositions,
     MultiHeadAttention,
     NormalizedResidual,
     PostNorm,
@@ -23,8 +25,10 @@ from model.layers import (
     attention,
     attention_weights,
     causal_mask,
+    halved_sinusoidal_table,
     padding_mask,
     sinusoidal_table,
+    token_table,
 )
 
 
@@ -376,3 +380,49 @@ def test_layers_in_bfloat16_stay_near_float32_and_in_their_dtype() -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.float(), other, atol=0.05, rtol=0.05)
+
+
+# --- parts of published families -----------------------------------------------------------------
+
+
+def test_halved_positions_are_the_papers_in_another_order() -> None:
+    paper, halved = sinusoidal_table(7, 6), halved_sinusoidal_table(7, 6)
+    assert torch.equal(halved[:, :3], paper[:, 0::2])
+    assert torch.equal(halved[:, 3:], paper[:, 1::2])
+    assert halved_sinusoidal_table(3, 5).shape == (3, 5)
+
+
+def test_learned_positions_begin_behind_the_offset() -> None:
+    positions = LearnedPositions(4, 3, offset=2)
+    with torch.no_grad():
+        positions.weight.copy_(torch.arange(18.0).reshape(6, 3))
+    assert positions(torch.tensor([[0, 3]])).tolist() == [[[6.0, 7.0, 8.0], [15.0, 16.0, 17.0]]]
+
+
+def test_a_norm_may_follow_the_sum_of_token_and_position() -> None:
+    norm = LayerNorm(4)
+    tokens, positions = token_table(5, 4), LearnedPositions(3, 4)
+    with torch.no_grad():
+        tokens.weight.normal_()
+        positions.weight.normal_()
+    ids = torch.tensor([[1, 4, 2]])
+    plain = Embedding(tokens, positions, 2.0)
+    assert torch.equal(Embedding(tokens, positions, 2.0, sum_norm=norm)(ids), norm(plain(ids)))
+
+
+def test_a_feed_forward_takes_its_activation() -> None:
+    network = FeedForward(2, 3, activation=torch.tanh)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(0.5)
+    x = torch.tensor([1.0, 2.0])
+    assert torch.allclose(network(x), 3 * 0.5 * torch.tanh(torch.tensor(2.0)) + 0.5)
+
+
+def test_an_output_may_have_a_bias_of_its_own() -> None:
+    projection = torch.nn.Linear(2, 3, bias=False)
+    output = BiasedOutput(projection, 3)
+    with torch.no_grad():
+        output.bias.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
+    hidden = torch.randn(4, 2)
+    assert torch.equal(output(hidden), projection(hidden) + torch.tensor([1.0, 2.0, 3.0]))
