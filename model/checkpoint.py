@@ -1,12 +1,17 @@
-"""Tensors on disk, read one at a time: safetensors, or a `.pt` read with `weights_only=True`."""
+"""Tensors on disk, read one at a time.
+
+Safetensors, whole or in shards with an index, or what torch.save wrote (`pytorch_model.bin`,
+`.pt`), read with `weights_only=True`.
+"""
 
 from __future__ import annotations
 
+import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +27,10 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named tensors of a file.
+    """Named tensors of a model.
 
     Attributes:
-        path: the file.
+        path: the file, or the index of several.
         shapes: every tensor's shape, known without reading any.
         read: the tensor of a name.
     """
@@ -41,15 +46,15 @@ class Checkpoint:
         Raises:
             ModelError: there are none, or the file cannot be read.
         """
-        safetensors = directory / "model.safetensors"
-        if safetensors.exists():
-            return _open_safetensors(safetensors)
+        for name, read in NAMES.items():
+            if (directory / name).exists():
+                return read(directory / name)
         pickled = sorted([*directory.glob("*.pt"), *directory.glob("*.pth")])
         if len(pickled) == 1:
             return _open_pickle(pickled[0])
         found = ", ".join(path.name for path in pickled) or "none"
         raise ModelError(
-            f"{directory}: expected model.safetensors or exactly one .pt file, found {found}"
+            f"{directory}: expected {', '.join(NAMES)} or exactly one .pt file, found {found}"
         )
 
 
@@ -84,6 +89,51 @@ def _open_pickle(path: Path) -> Checkpoint:
     return Checkpoint(path, shapes, tensors.__getitem__)
 
 
+def _open_shards(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """Several files and an index that says which of them holds each tensor."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        files: dict[str, str] = dict(index["weight_map"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelError(f"{path}: not an index with a weight_map: {error!r}") from error
+    shards = {name: open_shard(_inside(path, name)) for name in sorted(set(files.values()))}
+    complaints = [
+        f"{name} is not in {file}"
+        for name, file in files.items()
+        if name not in shards[file].shapes
+    ]
+    homes: dict[str, Checkpoint] = {}
+    for file, shard in shards.items():
+        complaints += [f"{name} is in {file} as well" for name in shard.shapes if name in homes]
+        homes |= dict.fromkeys(shard.shapes, shard)
+    if complaints:
+        raise ModelError(f"{path}: " + "; ".join(complaints))
+    shapes = {name: shard.shapes[name] for name, shard in homes.items()}
+    return Checkpoint(path, shapes, lambda name: homes[name].read(name))
+
+
+def _inside(index: Path, name: object) -> Path:
+    """A shard's path. Only its name is judged: hub caches link files to where they keep them."""
+    if not isinstance(name, str) or not name:
+        raise ModelError(f"{index}: weight_map must name files, got {name!r}")
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ModelError(f"{index}: {name!r} lies outside the model's directory")
+    path = index.parent / parts
+    if not path.is_file():
+        raise ModelError(f"{index}: there is no {name}")
+    return path
+
+
+NAMES: Mapping[str, Callable[[Path], Checkpoint]] = {
+    "model.safetensors": _open_safetensors,
+    "model.safetensors.index.json": lambda path: _open_shards(path, _open_safetensors),
+    "pytorch_model.bin": _open_pickle,
+    "pytorch_model.bin.index.json": lambda path: _open_shards(path, _open_pickle),
+}
+"""What a model's weights are called, first choice first, and what reads them."""
+
+
 def _unwrap(path: Path, loaded: Any) -> dict[str, Tensor]:
     """Take a state dict out of `{"model": ...}`, where it lies in one."""
     if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
@@ -110,6 +160,7 @@ def fill(
     ignored: Mapping[str, tuple[int, ...]],
     device: torch.device,
     dtype: torch.dtype,
+    copies: Mapping[str, str] | None = None,
 ) -> None:
     """Give every parameter its tensor; nothing missing, nothing left over.
 
@@ -117,17 +168,19 @@ def fill(
         network: its parameters may lie on the meta device.
         names: parameter name -> tensor name.
         ignored: tensors that may be in the file and are not needed, with their shapes.
+        copies: tensors that may be in the file and must equal another one.
 
     Raises:
-        ModelError: names every missing, unexpected and misshaped tensor.
+        ModelError: names every missing, unexpected and misshaped tensor, and false copies.
     """
     parameters = dict(network.named_parameters())
     assert parameters.keys() == names.keys(), "a family names each of its parameters"
     expected = {name: tuple(parameters[ours].shape) for ours, name in names.items()}
     complaints = [
         *(f"missing: {name}" for name in expected if name not in checkpoint.shapes),
-        *_unexpected(checkpoint.shapes, {**expected, **ignored}),
+        *_unexpected(checkpoint.shapes, {**_copied(expected, copies or {}), **expected, **ignored}),
     ]
+    complaints = complaints or list(_different(checkpoint, copies or {}))
     if complaints:
         raise ModelError(f"{checkpoint.path}: " + "; ".join(complaints))
     aliases = _aliases(network)
@@ -146,6 +199,20 @@ def _unexpected(
             yield f"unexpected: {name}"
         elif shape != allowed[name]:
             yield f"misshaped: {name} is {list(shape)}, expected {list(allowed[name])}"
+
+
+def _copied(
+    expected: Mapping[str, tuple[int, ...]], copies: Mapping[str, str]
+) -> dict[str, tuple[int, ...]]:
+    return {copy: expected[original] for copy, original in copies.items()}
+
+
+def _different(checkpoint: Checkpoint, copies: Mapping[str, str]) -> Iterator[str]:
+    for copy, original in copies.items():
+        if copy not in checkpoint.shapes:
+            continue
+        if not torch.equal(checkpoint.read(copy), checkpoint.read(original)):
+            yield f"different: {copy} is tied to {original}, but does not equal it"
 
 
 def _aliases(network: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

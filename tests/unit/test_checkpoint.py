@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import pickle
 import random
 import zipfile
@@ -250,3 +251,93 @@ def test_every_fault_is_named_at_once() -> None:
 def test_ignored_tensors_may_be_there_or_not() -> None:
     filled(TENSORS, {"mask": (2, 2)})
     filled({**TENSORS, "mask": torch.zeros(2, 2)}, {"mask": (2, 2)})
+
+
+# --- shards ------------------------------------------------------------------------------------
+
+
+def write_shards(directory: Path, weight_map: Any = None, bin: bool = False) -> None:
+    """Each tensor in a file of its own, and the index."""
+    for name, tensor in TENSORS.items():
+        if bin:
+            torch.save({name: tensor}, directory / f"{name}.bin")
+        else:
+            save_file({name: tensor}, directory / f"{name}.safetensors")
+    suffix = "bin" if bin else "safetensors"
+    weight_map = weight_map or {name: f"{name}.{suffix}" for name in TENSORS}
+    index = "pytorch_model.bin.index.json" if bin else "model.safetensors.index.json"
+    (directory / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("bin", [False, True])
+def test_shards_are_one_checkpoint(tmp_path: Path, bin: bool) -> None:
+    write_shards(tmp_path, bin=bin)
+    same(Checkpoint.open(tmp_path), TENSORS)
+
+
+def test_shards_may_be_links_into_a_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    write_shards(tmp_path / "blobs")
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    same(Checkpoint.open(tmp_path / "snapshot"), TENSORS)
+
+
+def test_pytorch_model_bin_is_preferred_to_other_files_of_torch(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    torch.save({"x": torch.ones(1)}, tmp_path / "optimizer.pt")
+    same(Checkpoint.open(tmp_path), TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../a.safetensors"}, "'../a.safetensors' lies outside"),
+        ({"a": "sub/../../a.safetensors"}, "lies outside"),
+        ({"a": "/etc/passwd"}, "'/etc/passwd' lies outside"),
+        ({"a": "c.safetensors"}, "there is no c.safetensors"),
+        ({"a": 3}, "must name files, got 3"),
+        ({"a": "b.safetensors"}, "a is not in b.safetensors"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(
+    tmp_path: Path, weight_map: Any, message: str
+) -> None:
+    write_shards(tmp_path, weight_map)
+    with pytest.raises(ModelError, match=rf"index\.json: .*{message}"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match="not an index with a weight_map"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    save_file(TENSORS, tmp_path / "b.safetensors")
+    with pytest.raises(ModelError, match=r"a is in b\.safetensors as well"):
+        Checkpoint.open(tmp_path)
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+
+def test_a_copy_may_be_there_and_must_be_one(tmp_path: Path) -> None:
+    network = nn.Linear(2, 3, bias=False)
+    cpu, names = torch.device("cpu"), {"weight": "w"}
+    weight = torch.arange(6.0).reshape(3, 2)
+    for copy, complaint in (
+        (weight.clone(), None),
+        (weight + 1, "different: copy is tied to w, but does not equal it"),
+        (weight.T.contiguous(), r"misshaped: copy is \[2, 3\], expected \[3, 2\]"),
+    ):
+        save_file({"w": weight, "copy": copy}, tmp_path / "model.safetensors")
+        fails = (
+            pytest.raises(ModelError, match=complaint) if complaint else contextlib.nullcontext()
+        )
+        with fails:
+            fill(network, Checkpoint.open(tmp_path), names, {}, cpu, torch.float32, {"copy": "w"})
