@@ -28,8 +28,17 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, `</s>` last; unknown pieces become `<unk>`."""
+    @property
+    def unk_id(self) -> int | None:
+        """What unknown pieces become; None where there are none."""
+        ...
+
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        """Ids of each text; unknown pieces become `<unk>`.
+
+        Args:
+            framed: with what belongs before and behind every text, usually a final `</s>`.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,7 +72,7 @@ class JsonTokenizer:
         self.backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
-        self._unk = backend.token_to_id(UNK)
+        self.unk_id = backend.token_to_id(UNK)
 
     @classmethod
     def load(cls, path: Path) -> JsonTokenizer:
@@ -77,16 +86,17 @@ class JsonTokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._ids(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=framed)
+        return [self._ids(encoding) for encoding in encodings]
 
     def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
         ids: list[int] = encoding.ids
-        if self._unk is None:
+        if self.unk_id is None:
             return ids
         # A vocabulary of words holds "</s>" under its own name; as a caller's word it is unknown.
         return [
-            id if placed or id not in self._special else self._unk
+            id if placed or id not in self._special else self.unk_id
             for id, placed in zip(ids, encoding.special_tokens_mask, strict=True)
         ]
 
@@ -128,8 +138,13 @@ class SentencePieceTokenizer:
         size: int = self.backend.get_piece_size()
         return size
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self.backend.encode(list(texts), add_eos=True)
+    @property
+    def unk_id(self) -> int:
+        id: int = self.backend.unk_id()
+        return id
+
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        encoded: list[list[int]] = self.backend.encode(list(texts), add_eos=framed)
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:

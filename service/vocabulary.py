@@ -43,9 +43,19 @@ class Vocabulary:
         return self.tokenizer
 
     @cached_property
-    def tail(self) -> list[int]:
-        """What the tokenizer puts behind every text: usually `</s>`."""
+    def frame(self) -> list[int]:
+        """What the tokenizer makes of an empty text: usually `</s>`, sometimes `<s> </s>`."""
         return self.tokenizer.encode([""])[0] if self.tokenizer else []
+
+    @cached_property
+    def tail(self) -> list[int]:
+        """The part of the frame that is put behind every text."""
+        if self.tokenizer is None:
+            return []
+        [framed], [bare] = (self.tokenizer.encode(["a"], framed=framed) for framed in (True, False))
+        heads = range(len(self.frame) + 1)
+        fits = (n for n in heads if [*self.frame[:n], *bare, *self.frame[n:]] == framed)
+        return self.frame[next(fits, 0) :]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -60,6 +70,10 @@ class Vocabulary:
         """Ids of each text without what would end it."""
         encoded = self.need_tokenizer(param).encode(texts)
         return [ids[: len(ids) - len(self.tail)] for ids in encoded]
+
+    def encode_bare(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        """Ids of each text and nothing else."""
+        return self.need_tokenizer(param).encode(texts, framed=False)
 
     def check(self, ids: Sequence[int], place: str) -> None:
         """Refuse ids that are not in the vocabulary.
@@ -120,9 +134,10 @@ def read_sources(
             longer than the model takes.
     """
     if texts is not None:
-        encoded, tail = vocabulary.need_tokenizer("inputs").encode(texts), vocabulary.tail
+        encoded = vocabulary.need_tokenizer("inputs").encode(texts)
+        empty, tail = vocabulary.frame, vocabulary.tail
     else:
-        encoded, tail = list(id_lists), []
+        encoded, empty, tail = list(id_lists), [], []
         for ids, place in zip(encoded, places, strict=True):
             vocabulary.check(ids, place)
     cuts = [
@@ -133,7 +148,7 @@ def read_sources(
         Source(
             cut,
             place,
-            blank=ids == tail,
+            blank=ids == empty,
             truncated=len(cut) < len(ids),
             unknown=_unknown(cut, spec),
         )
@@ -158,12 +173,12 @@ def _unknown(ids: list[int], spec: ModelSpec) -> int:
 
 
 def cut_source(ids: list[int], tail: list[int], length: int | None) -> list[int]:
-    """The first tokens of a source, its final `</s>` kept if the tokenizer put one.
+    """The first tokens of a source, with the tail that the tokenizer put.
 
     >>> cut_source([5, 6, 7, 2], [2], 3)
     [5, 6, 2]
     """
     if length is None or len(ids) <= length:
         return ids
-    end = tail[-1:]
+    end = tail[-length:]
     return ids[: length - len(end)] + end

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from model.config import ModelSpec
-from model.tokenizer import build_tokenizer
+from model.tokenizer import JsonTokenizer, build_tokenizer
 from seqserve.errors import InvalidRequestError
 from service.vocabulary import Vocabulary, cut_source, read_sources
 
@@ -103,3 +105,20 @@ def test_open_encoding_leaves_the_end_off() -> None:
     [ids] = TARGET.encode_open(["HH AH"], "targets")
     assert [WORDS.token(id) for id in ids] == ["HH", "AH"]
     assert TARGET.encode_open([""], "targets") == [[]]
+
+
+def test_a_frame_may_stand_on_both_sides() -> None:
+    ids = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3}
+    backend = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s> </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
+    vocabulary = Vocabulary("source", 4, JsonTokenizer(backend))
+    assert (vocabulary.frame, vocabulary.tail) == ([0, 1, 1], [1, 1])
+    assert vocabulary.encode_open(["a a"], "targets") == [[0, 3, 3]]
+    assert vocabulary.encode_bare(["a a"], "bad_words") == [[3, 3]]
+    blank, cut = read_sources(vocabulary, SPEC, ["", "a a a"], [], ["x", "y"], [None, 4])
+    assert blank.blank
+    assert cut.ids == [0, 3, 1, 1]
