@@ -2,7 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a model's own files ask for where a request says nothing; None where they do not either.
+
+    Names and meanings are those of the request's parameters, but for `renormalize_logits`, which
+    only a model can ask for.
+
+    Attributes:
+        do_sample: whether tokens are drawn.
+        temperature, top_k, top_p, min_p, typical_p: used when tokens are drawn.
+        num_beams, length_penalty, early_stopping: used when they are not.
+        bad_words: sequences of ids; a request's own come on top.
+        renormalize_logits: whether what the processors left is a distribution again before a beam
+            search adds it up.
+    """
+
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] | None = None
+    renormalize_logits: bool | None = None
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Those that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -21,6 +62,7 @@ class ModelSpec:
         max_tgt: decoder positions: start, prefix and generated tokens but the last.
         default_max_new_tokens: where a request names none.
         source_is_target: one growing sequence feeds encoder and decoder (the tutorial's model).
+        defaults: of all else that a request may leave open.
     """
 
     family: str
@@ -34,6 +76,7 @@ class ModelSpec:
     max_tgt: int
     default_max_new_tokens: int
     source_is_target: bool = False
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def room(self, src_tokens: int, prefix_tokens: int) -> int:
         """Tokens that can be generated behind a prefix (decoder start included).

@@ -210,6 +210,11 @@ def keep_typical(scores: Tensor, history: History, p: Tensor) -> Tensor:
     return scores.masked_fill(_unsort(outside, order), BANNED)
 
 
+def renormalize(scores: Tensor, history: History, wanted: Tensor) -> Tensor:
+    """``log_softmax(scores)``, of which a beam search adds up the chosen ones. No-op: false."""
+    return torch.where(wanted[:, None], scores.log_softmax(dim=-1), scores)
+
+
 # --- what they share -----------------------------------------------------------------------------
 
 
@@ -323,6 +328,7 @@ PROCESSORS = (
     Processor("top_p", 1.0, keep_top_p, _as_double),  # 1 - 0.999 is no float32
     Processor("min_p", 0.0, keep_min_p),
     Processor("typical_p", 1.0, keep_typical),
+    Processor("renormalize_logits", False, renormalize),
 )
 """In the order in which they apply, which is the reference implementation's."""
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ class Blueprint:
         spec: what the engine and the service must know.
         names: parameter name -> tensor name in the checkpoint.
         ignored: tensors that may be in the checkpoint and are not needed, with their shapes.
+        copies: tensors that may be in the checkpoint and must equal the one they name.
         stepper: makes what the engine steps.
     """
 
@@ -39,6 +40,7 @@ class Blueprint:
     names: Mapping[str, str]
     stepper: Callable[[EngineConfig], Stepper]
     ignored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 class Family(Protocol):
@@ -46,8 +48,18 @@ class Family(Protocol):
 
     MODEL_TYPES: tuple[str, ...]
 
-    def blueprint(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
+    def blueprint(
+        self,
+        config: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        generation: dict[str, Any] | None,
+    ) -> Blueprint:
         """Compose the network of a `config.json`, strictly.
+
+        Args:
+            config: contents of `config.json`.
+            shapes: of the tensors in the checkpoint.
+            generation: contents of `generation_config.json`, or None where there is none.
 
         Raises:
             ModelError: a key is missing, unknown or out of range.
@@ -99,12 +111,21 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
     target_device = choose_device(device)
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    generation = read_generation_config(directory)
     checkpoint = Checkpoint.open(directory)
     try:
-        plan = family.blueprint(config, checkpoint.shapes)
+        plan = family.blueprint(config, checkpoint.shapes, generation)
     except ValueError as error:  # a ModelError, or what a layer says of its sizes
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
-    fill(plan.network, checkpoint, plan.names, plan.ignored, target_device, DTYPES[dtype])
+    fill(
+        plan.network,
+        checkpoint,
+        plan.names,
+        plan.ignored,
+        target_device,
+        DTYPES[dtype],
+        plan.copies,
+    )
     plan.network.to(target_device)  # buffers
     plan.network.eval()
     try:
@@ -113,9 +134,12 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         raise ModelError(str(error)) from error
     _check_vocabulary(directory, "source", source, plan.spec.src_vocab_size)
     _check_vocabulary(directory, "target", target, plan.spec.tgt_vocab_size)
+    spec = plan.spec
+    if spec.unk_id is None and source is not None:  # configurations of others do not name it
+        spec = replace(spec, unk_id=source.unk_id)
     return LoadedModel(
         directory=directory,
-        spec=plan.spec,
+        spec=spec,
         network=plan.network,
         source_tokenizer=source,
         target_tokenizer=target,
@@ -137,6 +161,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory}: no config.json in it")
+    return read_object(path)
+
+
+def read_generation_config(directory: Path) -> dict[str, Any] | None:
+    """`generation_config.json` as a dictionary, or None where there is none."""
+    path = directory / "generation_config.json"
+    return read_object(path) if path.is_file() else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelError: there is none.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

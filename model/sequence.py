@@ -32,6 +32,7 @@ class Decoding:
         bad_words: token sequences never completed.
         logit_bias: token and what is added to its logit.
         forced_bos_token_id, forced_eos_token_id: the first and the last token; no-op -1.
+        renormalize_logits: scores are log-probabilities again after all other processors.
         stop: told all generated tokens, whether they end the sequence.
         num_beams: hypotheses searched side by side; 1 is no beam search.
         length_penalty: exponent of the length that a hypothesis' score is divided by.
@@ -59,6 +60,7 @@ class Decoding:
     logit_bias: tuple[tuple[int, float], ...] = ()
     forced_bos_token_id: int = -1
     forced_eos_token_id: int = -1
+    renormalize_logits: bool = False
     stop: Callable[[Sequence_[int]], bool] | None = None
     num_beams: int = 1
     length_penalty: float = 1.0

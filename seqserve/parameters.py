@@ -241,7 +241,8 @@ class GenerationParameters(Strict):
             )
         if self.target_prefix is not None and self.target_prefix_ids is not None:
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
-        self._check_beams()
+        if self.num_beams is not None or self.samples:
+            self.check_beams()  # otherwise it depends on the model, whose default may be beams
         if (self.min_new_tokens or 0) > (self.max_new_tokens or self.min_new_tokens or 0):
             raise ValueError(
                 f"min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}, "
@@ -249,7 +250,12 @@ class GenerationParameters(Strict):
             )
         return self
 
-    def _check_beams(self) -> None:
+    def check_beams(self) -> None:
+        """Whether what concerns beams agrees; a server asks again, with the model's defaults.
+
+        Raises:
+            ValueError: it does not; the message begins with the field at fault.
+        """
         beams, sequences = self.num_beams or 1, self.num_return_sequences or 1
         if beams > 1 and self.samples:
             raise ValueError(f"num_beams {beams} cannot be combined with sampling")

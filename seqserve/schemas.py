@@ -561,6 +561,9 @@ class ModelInfo(Answer):
         None, description="Decoder positions: decoder start, target prefix and generated tokens."
     )
     default_max_new_tokens: int | None = None
+    generation_defaults: dict[str, Any] | None = Field(
+        None, description="What the model asks for where a request says nothing."
+    )
     source_is_target: bool | None = Field(
         None, description="Whether /generate continues the source itself."
     )

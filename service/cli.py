@@ -258,7 +258,8 @@ def info(
     """
     loaded = _load(directory, _settings({"device": "cpu"}))
     spec = loaded.spec
-    size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in {".safetensors", ".pt"})
+    suffixes = {".safetensors", ".bin", ".pt", ".pth"}
+    size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in suffixes)
     facts = {
         "directory": str(directory),
         "family": spec.family,
@@ -269,6 +270,7 @@ def info(
         "max_source_tokens": spec.max_src,
         "max_target_tokens": spec.max_tgt,
         "default_max_new_tokens": spec.default_max_new_tokens,
+        "generation_defaults": spec.defaults.stated,
         "source_is_target": spec.source_is_target,
         "source_tokenizer": loaded.source_tokenizer is not None,
         "target_tokenizer": loaded.target_tokenizer is not None,

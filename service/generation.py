@@ -26,6 +26,7 @@ from seqserve.schemas import (
     StreamEvent,
     Token,
 )
+from service.defaults import with_defaults
 from service.numbers import shortest
 from service.spelling import Spelled, Speller, StopStrings
 from service.vocabulary import Source, Vocabulary, read_sources
@@ -202,6 +203,7 @@ class Planner:
         Raises:
             InvalidRequestError: they do not fit this model.
         """
+        parameters = with_defaults(parameters, self.spec.defaults, place)
         prefix = self._prefix(parameters, place)
         room = self._room(source, prefix, f"{place}.{_prefix_field(parameters)}")
         length = _new_tokens(parameters.max_new_tokens, room, self.spec, place)
@@ -256,9 +258,10 @@ class Planner:
             max_new_tokens=max_new_tokens,
             sample=parameters.samples,
             seed=seed or 0,
-            bad_words=self._bad_words(parameters, place),
+            bad_words=(*(self.spec.defaults.bad_words or ()), *self._bad_words(parameters, place)),
             logit_bias=self._logit_bias(parameters, place),
             stop=StopStrings(self.target, prefix, stops) if stops else None,
+            renormalize_logits=self.spec.defaults.renormalize_logits or False,
             logprobs=self.stream or wants_details(parameters),
             top_n_tokens=min(parameters.top_n_tokens, self.spec.tgt_vocab_size),
             **_given(parameters),
@@ -280,7 +283,7 @@ class Planner:
         for i, word in enumerate(parameters.bad_words or []):
             param = f"{place}.bad_words[{i}]"
             if isinstance(word, str):
-                [ids] = self.target.encode_open([word], param)
+                [ids] = self.target.encode_bare([word], param)
             else:
                 ids = word
                 self.target.check(ids, param)

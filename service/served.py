@@ -93,6 +93,7 @@ class ServedModel:
             max_source_tokens=spec.max_src,
             max_target_tokens=spec.max_tgt,
             default_max_new_tokens=spec.default_max_new_tokens,
+            generation_defaults=spec.defaults.stated,
             source_is_target=spec.source_is_target,
             source_tokenizer=loaded.source_tokenizer is not None,
             target_tokenizer=loaded.target_tokenizer is not None,

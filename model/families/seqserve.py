@@ -29,6 +29,7 @@ from model.layers import (
     token_table,
 )
 from model.loader import Blueprint
+from model.pretrained import with_generation
 from model.steppers import CachedStepper
 from model.tokenizer import Tokenizer, load_tokenizer
 from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Transformer, initialise
@@ -113,13 +114,15 @@ def build(config: TransformerConfig) -> Transformer:
     return model
 
 
-def blueprint(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
+def blueprint(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], generation: dict[str, Any] | None
+) -> Blueprint:
     """See `model.loader.Family.blueprint`."""
     shape = parse(config)
     with torch.device("meta"):
         network = build(shape)
     names = {name: name for name, _ in network.named_parameters()}
-    model_spec = spec(shape)
+    model_spec = with_generation(spec(shape), generation)
     return Blueprint(network, model_spec, names, partial(CachedStepper, network, model_spec))
 
 

@@ -39,6 +39,7 @@ from model.layers import (
     token_table,
 )
 from model.loader import Blueprint
+from model.pretrained import with_generation
 from model.steppers import ResubmittingStepper
 from model.tokenizer import JsonTokenizer, Tokenizer
 from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Transformer
@@ -86,12 +87,14 @@ class TutorialConfig:
     dropout: float = 0.0
 
 
-def blueprint(config: dict[str, Any], shapes: Shapes) -> Blueprint:
+def blueprint(
+    config: dict[str, Any], shapes: Shapes, generation: dict[str, Any] | None
+) -> Blueprint:
     """See `model.loader.Family.blueprint`."""
     parsed = parse(config)
     with torch.device("meta"):
         network = build(parsed, feed_forward_widths(parsed, shapes))
-    model_spec = spec(parsed)
+    model_spec = with_generation(spec(parsed), generation)
     return Blueprint(
         network=network,
         spec=model_spec,

@@ -88,6 +88,8 @@ def random_case(rng: random.Random, shape: Shape, sample: bool = False) -> Case:
     least = settings.get("min_new_tokens", 1)
     settings["max_new_tokens"] = max(least, rng.choice([1, 3, 8, 14, 20]))
     src = (*tokens(shape.src_vocab, 0, 11), EOS)
+    if "num_beams" in settings:
+        settings["renormalize_logits"] = sum(src) % 3 == 0
     return Case(src, (shape.start, *prefix), Decoding(**settings))
 
 
@@ -101,6 +103,7 @@ def reference_answer(network: Any, case: Case) -> Answer:
     decoding, asked = case.decoding, {}
     for name in ("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
         asked[name] = getattr(decoding, name)
+    asked["renormalize_logits"] = decoding.renormalize_logits
     if decoding.bad_words:
         asked["bad_words_ids"] = [list(word) for word in decoding.bad_words]
     if decoding.logit_bias:

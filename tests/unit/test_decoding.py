@@ -26,6 +26,7 @@ from model.decoding import (
     penalize_frequency,
     penalize_presence,
     penalize_repetition,
+    renormalize,
 )
 from model.sequence import Decoding, Sequence
 
@@ -57,6 +58,14 @@ class TestTemperature:
         scores = divide_by_temperature(row(1.0, -2.0, 4.0), history(), torch.tensor([temperature]))
         assert scores.isfinite().all()
         assert scores.softmax(-1).tolist() == [[0.0, 0.0, 1.0]]
+
+
+class TestRenormalize:
+    def test_what_constraints_left_is_a_distribution_again(self) -> None:
+        logits = torch.tensor([[0.0, BANNED, 0.0], [0.0, BANNED, 0.0]])
+        scores = renormalize(logits, history([], []), torch.tensor([True, False]))
+        assert scores[0].exp().tolist() == pytest.approx([0.5, 0.0, 0.5])
+        assert scores[1].tolist() == [0.0, BANNED, 0.0]
 
 
 class TestTopK:
@@ -329,6 +338,7 @@ def test_parameters_apply_in_the_documented_order() -> None:
         "top_p",
         "min_p",
         "typical_p",
+        "renormalize_logits",
     ]
 
 
@@ -350,6 +360,7 @@ def test_no_python_loop_runs_over_the_vocabulary_or_the_rows(processor: Processo
         "forced_bos_token_id": 3,
         "forced_eos_token_id": 3,
         "top_k": 5,
+        "renormalize_logits": True,
     }
     value = values.get(processor.field, 0.5)
 
