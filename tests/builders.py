@@ -14,10 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from model.families import marian
 from model.families.seqserve import TransformerConfig, build
 from model.layers import SinusoidalPositions
 from model.tokenizer import build_tokenizer
@@ -105,6 +107,48 @@ def _vary(network: Transformer, config: TransformerConfig) -> None:
     assert isinstance(network.output, nn.Linear)
     network.output.weight -= embedding.tokens.weight * embedding.scale
     network.output.weight[config.eos_id] = 1.5 * (table[-1] - table[0])
+
+
+def make_marian_model(directory: Path, seed: int = 0, **generation: Any) -> Path:
+    """A directory as OPUS-MT publishes it, which would say `<pad>` if it could.
+
+    Args:
+        seed: of the weights.
+        generation: further keys of `generation_config.json`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = ["</s>", "<unk>", "▁a", "▁b", "a", "b", ">>xyz<<", "<pad>"]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    pad = vocabulary["<pad>"]
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+    sizes |= {"d_model": 16, "max_position_embeddings": 40, "vocab_size": len(tokens)}
+    ids = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": 0}
+    config = {"model_type": "marian", "activation_function": "swish", **sizes, **ids}
+    plan = marian.blueprint(config, {"final_logits_bias": (1, len(tokens))}, None)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        plan.names[name]: torch.randn(parameter.shape, generator=draw) / parameter.shape[-1] ** 0.5
+        for name, parameter in plan.network.named_parameters()
+    }
+    tensors["final_logits_bias"][0, pad] = 9.0
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, **config)
+    (directory / "generation_config.json").write_text(
+        json.dumps({**ids, "bad_words_ids": [[pad]], **generation})
+    )
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    for side in ("source", "target"):
+        with (directory / f"{side}.spm").open("wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(["a b ab ba", "aab bba ab"] * 20),
+                model_writer=file,
+                vocab_size=7,
+                hard_vocab_limit=False,
+                minloglevel=2,
+            )
+    return directory
 
 
 def make_tutorial_model(

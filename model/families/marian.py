@@ -1,0 +1,241 @@
+"""Marian and OPUS-MT, as `transformers` stores them.
+
+References:
+    Junczys-Dowmunt et al., "Marian", 2018 (https://arxiv.org/abs/1804.00344).
+    Tiedemann and Thottingal, "OPUS-MT", 2020 (https://aclanthology.org/2020.eamt-1.61).
+
+What differs from the paper's Transformer:
+
+- Position encodings are the paper's numbers in another order, all sines before all cosines. Files
+  may hold them, rounded as they are; then they are read, otherwise computed.
+- Feed-forwards have what `activation_function` says, in most published files swish.
+- A bias on the logits, `final_logits_bias`.
+- Source and target share one table, or each has its own (`share_encoder_decoder_embeddings`), which
+  the output layer is tied to.
+- The decoder starts with `<pad>`, which is in the vocabulary but must never be generated: the files
+  say so by `bad_words_ids`.
+- Texts are cut by SentencePiece, but ids are those of `vocab.json`, see `MarianTokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from torch import nn
+
+from model.checkpoint import ModelError
+from model.layers import (
+    Embedding,
+    FixedPositions,
+    LearnedPositions,
+    PostNorm,
+    halved_sinusoidal_table,
+)
+from model.loader import Blueprint, read_object
+from model.pretrained import (
+    Options,
+    Shape,
+    Shapes,
+    SpecialTokens,
+    Tables,
+    decoder_layers,
+    encoder_layers,
+    output_layer,
+    read_shape,
+    read_spec,
+    stack_names,
+    table_names,
+    token_tables,
+)
+from model.steppers import CachedStepper
+from model.tokenizer import EOS, PAD, UNK, SentencePieceTokenizer, Tokenizer
+from model.transformer import Decoder, Encoder, Transformer
+
+MODEL_TYPES = ("marian",)
+
+TOKENS = SpecialTokens(pad=58100, bos=None, eos=0, start=58100, forced_eos=0)
+"""Where `config.json` names none; they are those of the first published models."""
+
+
+def blueprint(
+    config: dict[str, Any], shapes: Shapes, generation: dict[str, Any] | None
+) -> Blueprint:
+    """See `model.loader.Family.blueprint`."""
+    options = Options(config)
+    shape = read_shape(options)
+    one_vocabulary = bool(options.flag("share_encoder_decoder_embeddings", True))
+    decoder_size = options.integer("decoder_vocab_size", shape.vocab_size, least=1)
+    if one_vocabulary and decoder_size != shape.vocab_size:
+        raise ModelError(
+            "decoder_vocab_size must equal vocab_size where share_encoder_decoder_embeddings is "
+            f"true, got {decoder_size} and {shape.vocab_size}"
+        )
+    # What older files state of the architecture is not read by the reference: it must be so.
+    options.only("normalize_before", False)
+    options.only("add_final_layer_norm", False)
+    options.only("normalize_embedding", False)
+    options.only("static_position_embeddings", True)
+    sizes = (shape.vocab_size, decoder_size)
+    spec = read_spec(
+        MODEL_TYPES[0], options, generation, TOKENS, sizes, shape.max_position_embeddings
+    )
+    tables = Tables.find(shapes, one_vocabulary=one_vocabulary, tied=shape.tie_word_embeddings)
+    with torch.device("meta"):
+        network = build(shape, sizes, tables, shapes, spec.pad_id)
+    return Blueprint(
+        network=network,
+        spec=spec,
+        names=tensor_names(shape, network, tables),
+        stepper=partial(CachedStepper, network, spec),
+        ignored=dict.fromkeys(tables.unused, (sizes[0], shape.d_model)),
+        copies=tables.copies,
+    )
+
+
+def build(
+    shape: Shape, sizes: tuple[int, int], tables: Tables, shapes: Shapes, pad_id: int
+) -> Transformer:
+    """Compose the network."""
+    dim, length = shape.d_model, shape.max_position_embeddings
+
+    def embedding(tokens: nn.Embedding, side: str) -> Embedding:
+        if _positions(side) in shapes:
+            positions: nn.Module = LearnedPositions(length, dim)
+        else:
+            positions = FixedPositions(halved_sinusoidal_table(length, dim))
+        return Embedding(tokens, positions, shape.scale)
+
+    source, target = token_tables(tables, sizes, dim)
+    return Transformer(
+        Encoder(embedding(source, "encoder"), encoder_layers(shape, PostNorm), nn.Identity()),
+        Decoder(embedding(target, "decoder"), decoder_layers(shape, PostNorm), nn.Identity()),
+        output_layer(shapes, tables, target),
+        pad_id,
+    )
+
+
+def tensor_names(shape: Shape, network: Transformer, tables: Tables) -> dict[str, str]:
+    """Parameter name here -> tensor name."""
+    names = stack_names(shape) | table_names(network, tables)
+    for side, stack in (("encoder", network.encoder), ("decoder", network.decoder)):
+        if isinstance(stack.embedding.positions, LearnedPositions):
+            names[f"{side}.embedding.positions.weight"] = _positions(side)
+    return names
+
+
+def _positions(side: str) -> str:
+    return f"model.{side}.embed_positions.weight"
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+class MarianTokenizer:
+    """SentencePiece cuts a text, a separate vocabulary gives the pieces their ids.
+
+    A language code `>>xxx<<` at the very beginning of a text is one token, whatever SentencePiece
+    makes of it. What the vocabulary does not hold is `<unk>`. `</s>` ends every text.
+
+    Args:
+        cutter: SentencePiece model of the texts.
+        speller: SentencePiece model that joins pieces again.
+        vocabulary: piece -> id.
+    """
+
+    suffix = ".json"
+
+    def __init__(
+        self,
+        cutter: sentencepiece.SentencePieceProcessor,
+        speller: sentencepiece.SentencePieceProcessor,
+        vocabulary: Mapping[str, int],
+    ) -> None:
+        self.cutter = cutter
+        self.speller = speller
+        self.vocabulary = vocabulary
+        self.unk_id = vocabulary[UNK]
+        self._eos = vocabulary[EOS]
+        self._special = {vocabulary[token] for token in (PAD, EOS, UNK) if token in vocabulary}
+
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        return {id: piece for piece, id in self.vocabulary.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self.vocabulary.values()) + 1
+
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        return [self._ids(text) + ([self._eos] if framed else []) for text in texts]
+
+    def _ids(self, text: str) -> list[int]:
+        code, text = split_language_code(text)
+        pieces: list[str] = self.cutter.encode(text, out_type=str)
+        ids = [self.vocabulary.get(piece, self.unk_id) for piece in [*code, *pieces]]
+        # A caller's "</s>" is text: only the tokenizer itself may place special tokens.
+        return [self.unk_id if id in self._special else id for id in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = [self.pieces[id] for id in ids if id not in self._special and id in self.pieces]
+        text: str = self.speller.decode_pieces(pieces)
+        return text.replace("▁", " ").strip()
+
+    def token(self, id: int) -> str:
+        if id not in self.pieces:
+            raise KeyError(f"id {id} is not in the vocabulary of {self.vocab_size}")
+        return self.pieces[id]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.vocabulary, ensure_ascii=False), encoding="utf-8")
+
+
+def split_language_code(text: str) -> tuple[list[str], str]:
+    """A leading `>>xxx<<`, if there is one, and the rest.
+
+    >>> split_language_code(">>fra<< Good morning")
+    (['>>fra<<'], ' Good morning')
+    """
+    if text.startswith(">>") and (end := text.find("<<")) != -1:
+        return [text[: end + 2]], text[end + 2 :]
+    return [], text
+
+
+def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
+    """See `model.loader.Family.tokenizers`: `source.spm`, `target.spm`, `vocab.json`.
+
+    Where source and target have their own vocabularies, the target's is `target_vocab.json`.
+    """
+    files = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
+    if not all(path.exists() for path in files):
+        return None, None
+    source, target = (SentencePieceTokenizer.load(path).backend for path in files[:2])
+    vocabulary = read_vocabulary(files[2])
+    target_file = directory / "target_vocab.json"
+    if target_file.exists():
+        own = read_vocabulary(target_file)
+        return MarianTokenizer(source, target, vocabulary), MarianTokenizer(target, target, own)
+    # One vocabulary: the reference joins pieces with the source's model, on both sides.
+    return (
+        MarianTokenizer(source, source, vocabulary),
+        MarianTokenizer(target, source, vocabulary),
+    )
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """Piece -> id.
+
+    Raises:
+        ModelError: the file holds something else, or lacks `</s>` or `<unk>`.
+    """
+    vocabulary = read_object(path)
+    if not all(isinstance(id, int) and id >= 0 for id in vocabulary.values()):
+        raise ModelError(f"{path}: expected tokens with their ids")
+    if missing := [token for token in (EOS, UNK) if token not in vocabulary]:
+        raise ModelError(f"{path}: {' and '.join(missing)} must be in the vocabulary")
+    return vocabulary
