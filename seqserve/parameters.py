@@ -242,11 +242,9 @@ class GenerationParameters(Strict):
         if self.target_prefix is not None and self.target_prefix_ids is not None:
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
         self._check_beams()
-        if (self.min_new_tokens or 0) > (self.max_new_tokens or self.min_new_tokens or 0):
-            raise ValueError(
-                f"min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}, "
-                f"got {self.min_new_tokens}"
-            )
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        if most is not None and least > most:
+            raise ValueError(f"min_new_tokens must be at most max_new_tokens, {most}, got {least}")
         return self
 
     def _check_beams(self) -> None:
