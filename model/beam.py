@@ -29,7 +29,10 @@ from model.sequence import Candidate, FinishReason, Hypothesis
 from model.sequence import Sequence as Row
 
 NOTHING = -1.0e9
-"""The score of what must not be chosen."""
+"""The summed score of what must not be chosen."""
+
+LOWEST = torch.finfo(torch.float32).min
+"""The score of what has finished is at least this; that of a place not taken is lower, -inf."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class BeamSearch:
         self._scores = torch.full((self.width,), NOTHING)
         self._scores[0] = 0.0
         self._finished = [_Finished()] * self.width
-        self._finished_scores = torch.full((self.width,), NOTHING)
+        self._finished_scores = torch.full((self.width,), -torch.inf)
         self._may_improve = True
         self._ended = False
 
@@ -164,11 +167,12 @@ class BeamSearch:
         ends: Tensor,
     ) -> None:
         """Merge what has just ended into the finished ones and keep the best."""
-        length = len(candidates[0].tokens)
-        among_first = torch.arange(len(candidates)) < self.width
-        scores = values / (length**self.sequence.decoding.length_penalty)
-        scores = scores + (~(ends & among_first)).float() * NOTHING
-        real = (is_real(values) & ends & among_first).tolist()
+        scores = self._by_length(values, len(candidates[0].tokens))
+        # Stand-ins take a place only above NOTHING, which free places hold in the reference.
+        finished = ends & (torch.arange(len(candidates)) < self.width)
+        finished &= is_real(values) | (scores > NOTHING)
+        scores = scores.masked_fill(~finished, -torch.inf)
+        real = (is_real(values) & finished).tolist()
         just_ended = [
             _Finished(tuple(row.tokens), reason if place < self.width else None, about, real[place])
             for place, (row, reason, about) in enumerate(
@@ -185,13 +189,15 @@ class BeamSearch:
         length = len(self.rows[0].tokens)
         if decoding.early_stopping == "never" and decoding.length_penalty > 0.0:
             length = decoding.max_new_tokens
-        best_possible = self._scores[0] / (length**decoding.length_penalty)
-        worst = self._finished_scores.min()
-        displaces = [
-            bool(best_possible > (worst if finished.reason else NOTHING))
-            for finished in self._finished
-        ]
-        self._may_improve = self._may_improve and any(displaces)
+        best_possible = self._by_length(self._scores[0], length)
+        # While a place is free, the worst is -inf, which anything displaces.
+        displaces = bool(best_possible > self._finished_scores.min())
+        self._may_improve = self._may_improve and displaces
+
+    def _by_length(self, sums: Tensor, length: int) -> Tensor:
+        """What hypotheses of a length are compared by; within float32 for any length penalty."""
+        divisor: float = length**self.sequence.decoding.length_penalty
+        return (sums / divisor).clamp(min=LOWEST)
 
 
 def is_real(scores: Tensor) -> Tensor:

@@ -24,8 +24,11 @@ from model.sequence import Sequence as Row
 
 BANNED = -torch.inf
 
-LOWEST_TEMPERATURE = 1e-6
-"""Lower ones draw the same tokens, and would carry float32 logits over its range."""
+LOWEST_DIVISOR = 1e-6
+"""Lower temperatures and penalties would carry float32 logits over its range."""
+
+LARGEST_COUNT = 2**31 - 1
+"""Longer than any sequence, larger than any vocabulary."""
 
 
 class History:
@@ -102,7 +105,8 @@ def penalize_repetition(scores: Tensor, history: History, penalty: Tensor) -> Te
     history. No-op: 1.
     """
     said = _occurrences(history.target, history.vocab) > 0
-    penalized = torch.where(scores < 0, scores * penalty[:, None], scores / penalty[:, None])
+    penalty = penalty.clamp(min=LOWEST_DIVISOR)[:, None]
+    penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
     return torch.where(said, penalized, scores)
 
 
@@ -132,6 +136,8 @@ def ban_source_ngrams(scores: Tensor, history: History, size: Tensor) -> Tensor:
 def ban_words(scores: Tensor, history: History, words: BannedWords) -> Tensor:
     """Ban each token that would complete one of a row's banned sequences. No-op: none."""
     for rows, beginnings, last in words.by_length:
+        if beginnings.shape[1] > history.target.shape[1]:
+            continue
         said = (history.tail(beginnings.shape[1])[rows] == beginnings).all(dim=1)
         scores = scores.index_put((rows[said], last[said]), scores.new_tensor(BANNED))
     return scores
@@ -159,7 +165,7 @@ def force_last(scores: Tensor, history: History, token: Tensor) -> Tensor:
 
 def divide_by_temperature(scores: Tensor, history: History, temperature: Tensor) -> Tensor:
     """``scores / temperature`` (Ackley, Hinton and Sejnowski, 1985). No-op: 1."""
-    return scores / temperature.clamp(min=LOWEST_TEMPERATURE)[:, None]
+    return scores / temperature.clamp(min=LOWEST_DIVISOR)[:, None]
 
 
 def keep_top_k(scores: Tensor, history: History, k: Tensor) -> Tensor:
@@ -283,15 +289,21 @@ def _as_tensor(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> 
     return torch.tensor(values, device=device)
 
 
+def _as_counts(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> Tensor:
+    """Counts that may be of any size; none needs to be told apart beyond the largest int32."""
+    return torch.tensor([min(value, LARGEST_COUNT) for value in values], device=device)
+
+
 def _as_double(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> Tensor:
     return torch.tensor(values, device=device, dtype=torch.float64)
 
 
 def _as_bias(values: Sequence[Any], spec: ModelSpec, device: torch.device) -> Tensor:
+    rows = [row for row, entries in enumerate(values) for _ in entries]
+    tokens = [token for entries in values for token, _ in entries]
+    added = torch.tensor([value for entries in values for _, value in entries])
     bias = torch.zeros(len(values), spec.tgt_vocab_size)
-    for row, entries in enumerate(values):
-        for token, value in entries:
-            bias[row, token] = value
+    bias[rows, tokens] = added
     return bias.to(device)
 
 
@@ -317,14 +329,14 @@ PROCESSORS = (
     Processor("repetition_penalty", 1.0, penalize_repetition),
     Processor("frequency_penalty", 0.0, penalize_frequency),
     Processor("presence_penalty", 0.0, penalize_presence),
-    Processor("no_repeat_ngram_size", 0, ban_repeated_ngrams),
-    Processor("encoder_no_repeat_ngram_size", 0, ban_source_ngrams),
+    Processor("no_repeat_ngram_size", 0, ban_repeated_ngrams, _as_counts),
+    Processor("encoder_no_repeat_ngram_size", 0, ban_source_ngrams, _as_counts),
     Processor("bad_words", (), ban_words, BannedWords.of),
-    Processor("min_new_tokens", 0, ban_early_end),
+    Processor("min_new_tokens", 0, ban_early_end, _as_counts),
     Processor("forced_bos_token_id", -1, force_first),
     Processor("forced_eos_token_id", -1, force_last),
     Processor("temperature", 1.0, divide_by_temperature),
-    Processor("top_k", 0, keep_top_k),
+    Processor("top_k", 0, keep_top_k, _as_counts),
     Processor("top_p", 1.0, keep_top_p, _as_double),  # 1 - 0.999 is no float32
     Processor("min_p", 0.0, keep_min_p),
     Processor("typical_p", 1.0, keep_typical),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,20 +167,22 @@ class Engine:
         """One position for all rows; the sequences that ended with it."""
         try:
             logits = self.stepper.step(rows).float()  # [rows, vocab]
+            step = Step(rows, logits, self._scores(rows, logits))
         except Exception as error:  # noqa: BLE001  those who wait must still be served
             everyone = self._sequences(rows)
             self._fail(everyone, error, events)
             return everyone
-        step = Step(rows, logits, self._scores(rows, logits))
         ended: dict[Sequence, set[int]] = {}  # sequence -> its rows
         for i, row in enumerate(rows):
-            if row.decoding.num_beams == 1 and self._commit(row, i, step, events):
+            if row.decoding.num_beams > 1:
+                continue
+            if _ends(row, events, partial(self._commit, row, i, step, events)):
                 ended[row] = {i}
         order, grown = list(range(len(rows))), list(rows)
         places = {id(row): i for i, row in enumerate(rows)} if self._searches else {}
         for sequence, search in self._searches.items():
             at = [places[id(row)] for row in search.rows]
-            if self._advance(search, at, step, events):
+            if _ends(sequence, events, partial(self._advance, search, at, step, events)):
                 ended[sequence] = set(at)
                 continue
             for place, parent, row in zip(at, step.parents, search.rows, strict=True):
@@ -306,6 +309,15 @@ class Engine:
             ForwardEvent(forward, nothing, attention=attention)
             for forward, attention in zip(forwards, maps, strict=True)
         ]
+
+
+def _ends(sequence: Sequence, events: list[Event], carry_on: Callable[[], bool]) -> bool:
+    """Whether a sequence ends when it is carried on; an error in it ends that sequence alone."""
+    try:
+        return carry_on()
+    except Exception as error:  # noqa: BLE001  whatever its stop check raised, others go on
+        events.append(FailureEvent(sequence, error))
+        return True
 
 
 def _answer(forward: Forward, logits: Tensor) -> ForwardEvent:

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """The text of ids, without special tokens and ids that it does not know."""
         ...
 
     def token(self, id: int) -> str:
@@ -148,7 +148,9 @@ class SentencePieceTokenizer:
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.backend.decode([i for i in ids if not self.backend.is_control(i)])
+        size = self.vocab_size
+        known = [id for id in ids if id < size and not self.backend.is_control(id)]
+        text: str = self.backend.decode(known)
         return text
 
     def token(self, id: int) -> str:

@@ -312,6 +312,7 @@ class StreamReader:
 
     def __init__(self) -> None:
         self._events = EventReader()
+        self._began = False
         self._open: set[int] = set()  # sequences whose last event has not come
 
     def push(self, piece: bytes) -> Iterator[StreamEvent]:
@@ -322,6 +323,7 @@ class StreamReader:
         """
         for data in self._events.push(piece):
             event = read_event(data)
+            self._began = True
             if event.details is None:
                 self._open.add(event.sequence)
             else:
@@ -334,7 +336,7 @@ class StreamReader:
         Raises:
             NoConnectionError: the end is missing.
         """
-        if self._open:
+        if self._open or not self._began:
             raise NoConnectionError("the stream ended before its last event")
 
 

@@ -243,11 +243,9 @@ class GenerationParameters(Strict):
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
         if self.num_beams is not None or self.samples:
             self.check_beams()  # otherwise it depends on the model, whose default may be beams
-        if (self.min_new_tokens or 0) > (self.max_new_tokens or self.min_new_tokens or 0):
-            raise ValueError(
-                f"min_new_tokens must be at most max_new_tokens, {self.max_new_tokens}, "
-                f"got {self.min_new_tokens}"
-            )
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        if most is not None and least > most:
+            raise ValueError(f"min_new_tokens must be at most max_new_tokens, {most}, got {least}")
         return self
 
     def check_beams(self) -> None:

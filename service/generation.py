@@ -184,7 +184,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class Planner:
-    """Decides everything that a request left open.
+    """Decides everything that one request left open.
 
     Attributes:
         stream: whether tokens are shown with their log-probabilities in any case.
@@ -193,6 +193,7 @@ class Planner:
     spec: ModelSpec
     target: Vocabulary
     stream: bool
+    _constraints: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def plan(self, source: Source, parameters: GenerationParameters, place: str) -> Plan:
         """The plan of one input.
@@ -206,11 +207,11 @@ class Planner:
         parameters = with_defaults(parameters, self.spec.defaults, place)
         prefix = self._prefix(parameters, place)
         room = self._room(source, prefix, f"{place}.{_prefix_field(parameters)}")
-        length = _new_tokens(parameters.max_new_tokens, room, self.spec, place)
+        length = _new_tokens(parameters, room, self.spec, place)
         seed = _seed(parameters)
+        decoding = self._decoding(parameters, prefix, length, seed, place)
         sequences = []
         if length and not source.blank:
-            decoding = self._decoding(parameters, prefix, length, seed, place)
             start = [*self.spec.decoder_start_ids, *prefix]
             draws = (parameters.num_return_sequences or 1) if parameters.samples else 1
             sequences = [
@@ -249,7 +250,8 @@ class Planner:
         place: str,
     ) -> Callable[..., Decoding]:
         """What decoding is to do, but for the `sequence_number`."""
-        self._check_forced(parameters, place)
+        if place not in self._constraints:  # inputs that share parameters have them read once
+            self._constraints[place] = self._read_constraints(parameters, place)
         stops = parameters.stop or []
         if stops:
             self.target.need_tokenizer(f"{place}.stop")
@@ -258,14 +260,23 @@ class Planner:
             max_new_tokens=max_new_tokens,
             sample=parameters.samples,
             seed=seed or 0,
-            bad_words=(*(self.spec.defaults.bad_words or ()), *self._bad_words(parameters, place)),
-            logit_bias=self._logit_bias(parameters, place),
             stop=StopStrings(self.target, prefix, stops) if stops else None,
             renormalize_logits=self.spec.defaults.renormalize_logits or False,
             logprobs=self.stream or wants_details(parameters),
             top_n_tokens=min(parameters.top_n_tokens, self.spec.tgt_vocab_size),
+            **self._constraints[place],
             **_given(parameters),
         )
+
+    def _read_constraints(self, parameters: GenerationParameters, place: str) -> dict[str, Any]:
+        self._check_forced(parameters, place)
+        return {
+            "bad_words": (
+                *(self.spec.defaults.bad_words or ()),
+                *self._bad_words(parameters, place),
+            ),
+            "logit_bias": self._logit_bias(parameters, place),
+        }
 
     def _check_forced(self, parameters: GenerationParameters, place: str) -> None:
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
@@ -279,15 +290,18 @@ class Planner:
     def _bad_words(
         self, parameters: GenerationParameters, place: str
     ) -> tuple[tuple[int, ...], ...]:
+        given, field = parameters.bad_words or [], f"{place}.bad_words"
+        texts = [word for word in given if isinstance(word, str)]
+        encoded = iter(self.target.encode_bare(texts, field) if texts else [])
         words = []
-        for i, word in enumerate(parameters.bad_words or []):
-            param = f"{place}.bad_words[{i}]"
+        for i, word in enumerate(given):
+            param = f"{field}[{i}]"
             if isinstance(word, str):
-                [ids] = self.target.encode_bare([word], param)
+                ids = next(encoded)
+                unknown = any(self.target.name(id) == UNK for id in ids)
             else:
-                ids = word
+                ids, unknown = word, False
                 self.target.check(ids, param)
-            unknown = isinstance(word, str) and any(self.target.name(id) == UNK for id in ids)
             if not ids or unknown:
                 raise InvalidRequestError(
                     f"{param} must be made of the vocabulary's tokens, got {word!r}", param
@@ -298,17 +312,21 @@ class Planner:
     def _logit_bias(
         self, parameters: GenerationParameters, place: str
     ) -> tuple[tuple[int, float], ...]:
-        entries = []
+        entries = {}
         for key, bias in (parameters.logit_bias or {}).items():
-            if not (key.isascii() and key.isdigit() and int(key[:20]) < self.target.size):
+            digits = key.isascii() and key.isdigit() and len(key) <= LONGEST_ID
+            if not (digits and int(key) < self.target.size):
                 raise InvalidRequestError(
                     f"{place}.logit_bias must have ids in [0, {self.target.size}) as keys, "
                     f"got {key[:40]!r}",
                     f"{place}.logit_bias",
                 )
-            entries.append((int(key), bias))
-        return tuple(entries)
+            entries[int(key)] = bias
+        return tuple(entries.items())
 
+
+LONGEST_ID = 20
+"""Digits of an id that is a key; int() takes long to read many, and refuses thousands."""
 
 DECIDED = {"max_new_tokens", "seed", "bad_words", "logit_bias", "stop", "top_n_tokens"}
 """Parameters that `Planner` turns into what the engine takes; the others it takes as they are."""
@@ -335,9 +353,17 @@ def _prefix_field(parameters: GenerationParameters) -> str:
     return "target_prefix_ids" if parameters.target_prefix_ids else "target_prefix"
 
 
-def _new_tokens(wanted: int | None, room: int, spec: ModelSpec, place: str) -> int:
+def _new_tokens(parameters: GenerationParameters, room: int, spec: ModelSpec, place: str) -> int:
+    wanted = parameters.max_new_tokens
     if wanted is None:
-        return min(spec.default_max_new_tokens, room)
+        length, least = min(spec.default_max_new_tokens, room), parameters.min_new_tokens or 0
+        if least > length:
+            raise InvalidRequestError(
+                f"{place}.min_new_tokens must be at most max_new_tokens, {length} here, "
+                f"got {least}",
+                f"{place}.min_new_tokens",
+            )
+        return length
     if wanted > room:
         raise InvalidRequestError(
             f"{place}.max_new_tokens must be at most {room} here (the model's target takes "
@@ -364,7 +390,7 @@ def runs_of(plan: Plan, events: Mapping[Row, Sequence[TokenEvent]]) -> list[Run]
         return [Run(events[row]) for row in plan.sequences]
     [row] = plan.sequences
     hypotheses = events[row][-1].hypotheses[: plan.answers]
-    return [Run(_events_of(row, h), h.score) for h in hypotheses]
+    return [Run(_events_of(row, h), shortest(h.score)) for h in hypotheses]
 
 
 def _events_of(row: Row, hypothesis: Hypothesis) -> list[TokenEvent]:
@@ -415,12 +441,12 @@ class Stream:
     def push(self, event: TokenEvent) -> list[StreamEvent]:
         """What an event of the engine lets be told."""
         number = self._numbers[event.sequence]
-        best = event.hypotheses[0].score if event.hypotheses else None
+        best = shortest(event.hypotheses[0].score) if event.hypotheses else None
         told = self._tellers[number].push(event, best)
         for place, hypothesis in enumerate(event.hypotheses[1 : self._plan.answers], start=1):
             teller = self._teller(place)
             for further in _events_of(event.sequence, hypothesis):
-                told.extend(teller.push(further, hypothesis.score))
+                told.extend(teller.push(further, shortest(hypothesis.score)))
         return told
 
     def _teller(self, number: int) -> _Teller:

@@ -350,7 +350,7 @@ def _texts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str | None]:
     texts: list[str | None] = []
     last = None
     for i, id in enumerate(ids):
-        spelled = id < tokenizer.vocab_size and id not in vocabulary.special_ids
+        spelled = id not in vocabulary.special_ids
         texts.append(detokenizer.push(id) if spelled else vocabulary.name(id))
         last = i if spelled else last
     if last is not None:

@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     max_json_values: int = Field(
         1_000_000,
         ge=1,
-        description="Numbers in a JSON answer of /logits, /next or /attention, and in the "
-        "top_tokens of /generate; for more, safetensors must be asked for where there is any.",
+        description="Numbers in a JSON answer of /logits, /next, /score or /attention, and in "
+        "the top_tokens of /generate; for more, safetensors must be asked for where there is any.",
     )
     max_tensor_values: int = Field(
         64 * 1024 * 1024,

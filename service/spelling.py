@@ -9,6 +9,12 @@ from model.sequence import TokenEvent
 from model.tokenizer import IncrementalDetokenizer
 from service.vocabulary import Vocabulary
 
+BYTES_OF_A_CHARACTER = 4
+"""At most: a tokenizer that falls back to bytes spends a token on each."""
+
+MARGIN = 16
+"""Tokens that a stretch of text begins with, as its first ones may be spelt differently there."""
+
 
 @dataclass
 class Spelled:
@@ -26,17 +32,31 @@ class Spelled:
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Whether what was generated behind a prefix contains one of some texts; for the engine."""
+    """Whether what was generated behind a prefix contains one of some texts; for the engine.
+
+    It is asked after every token, so a stop string can only be new at the end: the whole text is
+    looked at where a stretch at its end, long enough to hold any of them, has one.
+    """
 
     target: Vocabulary
     prefix: Sequence[int]
     stops: Sequence[str]
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        assert self.target.tokenizer
-        before = self.target.tokenizer.decode(self.prefix)
-        text = self.target.tokenizer.decode([*self.prefix, *tokens])[len(before) :]
+        spelt = [id for id in tokens if id not in self.target.special_ids]
+        stretch = BYTES_OF_A_CHARACTER * max(map(len, self.stops)) + MARGIN
+        if len(spelt) > stretch and not self._occurs(self._decode(spelt[-stretch:])):
+            return False
+        # What the prefix leaves incomplete is part of the first generated character.
+        before = self._decode(self.prefix).rstrip("\ufffd")
+        return self._occurs(self._decode([*self.prefix, *tokens])[len(before) :])
+
+    def _occurs(self, text: str) -> bool:
         return any(stop in text for stop in self.stops)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self.target.tokenizer
+        return self.target.tokenizer.decode(ids)
 
 
 @dataclass
@@ -89,8 +109,12 @@ class Speller:
     def _certain(self) -> int:
         """How many waiting tokens may go."""
         certain = len(self._waiting)
-        while certain and not self._waiting[certain - 1].text:
-            certain -= 1  # its character may still be incomplete
+        for place in range(len(self._waiting) - 1, -1, -1):
+            if self._waiting[place].special:
+                continue
+            if self._waiting[place].text:
+                break
+            certain = place  # its character may still be incomplete
         safe = self._safe_length()
         length = 0
         for place, spelled in enumerate(self._waiting[:certain]):

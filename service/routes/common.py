@@ -25,6 +25,9 @@ LARGE = 64 * 1024
 BYTES_PER_TOKEN = 64
 """What a described token takes in a JSON answer, about."""
 
+NUMBERS_PER_TOKEN = 2
+"""Its id and its log-probability."""
+
 JSON = "application/json"
 
 P = ParamSpec("P")

@@ -17,6 +17,7 @@ from service.generation import Plan
 from service.numbers import dump_json
 from service.routes.common import (
     BYTES_PER_TOKEN,
+    NUMBERS_PER_TOKEN,
     JsonRoute,
     answer,
     body_size,
@@ -34,9 +35,6 @@ from service.runner import Ticket
 from service.served import ServedModel
 
 router = APIRouter(route_class=JsonRoute, tags=["generate"])
-
-NUMBERS_PER_TOKEN = 2
-"""Its id and its log-probability."""
 
 EXAMPLES = {
     "text": {"summary": "One text", "value": {"inputs": "hello"}},
@@ -168,8 +166,10 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
 async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel, list[Plan]]:
     check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
     settings = settings_of(request)
+    sequences = 0
     for i in range(body.count):
         parameters, place = body.parameters_of(i), body.parameters_place(i)
+        sequences += (parameters.num_return_sequences or 1) if parameters.samples else 1
         for name, limit in (
             ("num_return_sequences", settings.max_return_sequences),
             ("num_beams", settings.max_rows),
@@ -177,6 +177,11 @@ async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel
             if (wanted := getattr(parameters, name) or 1) > limit:
                 message = f"{place}.{name} must be at most {limit}, got {wanted}"
                 raise InvalidRequestError(message, f"{place}.{name}")
+    if sequences > settings.max_queue:
+        raise InvalidRequestError(
+            f"num_return_sequences of all inputs come to {sequences} draws, at most "
+            f"{settings.max_queue} are allowed (max_queue)"
+        )
     model = models_of(request).get(body.model)
     plans = await sized(await body_size(request), model.generator.plan, body)
     candidates = sum(plan.most_candidates for plan in plans)

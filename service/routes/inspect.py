@@ -29,6 +29,7 @@ from service.numbers import dump_json
 from service.routes.common import (
     BYTES_PER_TOKEN,
     JSON,
+    NUMBERS_PER_TOKEN,
     JsonRoute,
     answer,
     body_size,
@@ -135,6 +136,8 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     _check_counts(request, body)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
+    tokens = sum(len(p.tgt) for p in passes)
+    check_size(request, NUMBERS_PER_TOKEN * tokens, "ask for fewer or shorter targets")
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
 
@@ -142,7 +145,6 @@ async def score(request: Request, body: ScoreRequest) -> Response:
         answers = [model.inspector.answer_score(event).model_dump() for event in done]
         return dump_json(answers if body.is_list else answers[0])
 
-    tokens = sum(len(p.tgt) for p in passes)
     return answer(await sized(BYTES_PER_TOKEN * tokens, write), outcome, _prompt_tokens(passes))
 
 

@@ -86,8 +86,11 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"frequency_penalty": 3}, "frequency_penalty", "must be in [-2, 2], got 3"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size", "must be at least 0, got -1"),
     ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens", "at most max_new_tokens, 3"),
+    ({"min_new_tokens": 9, "max_new_tokens": 0}, "min_new_tokens", "at most max_new_tokens, 0"),
+    ({"min_new_tokens": 2**63}, "min_new_tokens", "at most max_new_tokens, 48 here"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "must have ids in [0, 31) as keys, got 'x'"),
     ({"logit_bias": {"99": 1}}, "logit_bias", "must have ids in [0, 31) as keys, got '99'"),
+    ({"logit_bias": {"0" * 20 + "99": 1}}, "logit_bias", "must have ids in [0, 31) as keys"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "must be less than or equal to 100, got 101"),
     ({"bad_words": ["QQ"]}, "bad_words[0]", "must be made of the vocabulary's tokens, got 'QQ'"),
     ({"bad_words": [[99]]}, "bad_words[0][0]", "must be an id in [0, 31), got 99"),
@@ -158,6 +161,8 @@ async def test_a_bad_parameter_is_refused_by_name(
     assert envelope["param"] == f"parameters.{name}"
     envelope = await api.refused("/generate", inputs=["a", "b"], parameters=[{}, parameters])
     assert envelope["param"] == f"parameters[1].{name}"
+    # Also where nothing would run.
+    assert (await api.refused("/generate", inputs="", parameters=parameters))["error"]
 
 
 @pytest.mark.parametrize(("body", "status", "message"), RAW, ids=lambda v: str(v)[:40])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+from service.vocabulary import Vocabulary
 
 from .conftest import Api
 
@@ -80,6 +83,31 @@ async def test_constraints_hold(api: Api) -> None:
     assert (len(forced), forced[-1]) == (5, 9)
     unrepeated = await with_parameters(no_repeat_ngram_size=1, max_new_tokens=20)
     assert len(set(unrepeated)) == len(unrepeated)
+
+
+async def test_inputs_that_share_parameters_have_them_read_once(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thousand bad words for a thousand inputs would hold the event loop up for many seconds.
+    calls = []
+    encode = Vocabulary.encode_bare
+
+    def counted(self: Vocabulary, texts: Sequence[str], param: str) -> list[list[int]]:
+        calls.append(len(texts))
+        return encode(self, texts, param)
+
+    monkeypatch.setattr(Vocabulary, "encode_bare", counted)
+    parameters = {"bad_words": ["S", [5], "Z L"], "max_new_tokens": 2}
+    answers = await api.post("/generate", inputs=["a", "b", "c"], parameters=parameters)
+    assert calls == [2]
+    own = await api.post("/generate", inputs=["a", "b", "c"], parameters=[parameters] * 3)
+    assert (own, calls) == (answers, [2] * 4)
+
+
+async def test_more_draws_than_the_queue_ever_takes_are_refused(api: Api) -> None:
+    parameters = {"seed": 1, "num_return_sequences": 64}
+    refused = await api.refused("/generate", inputs=["a"] * 65, parameters=parameters)
+    assert "come to 4160 draws, at most 4096 are allowed (max_queue)" in refused["error"]
 
 
 async def test_a_vocabulary_banned_whole_is_an_error_of_that_request_alone(api: Api) -> None:

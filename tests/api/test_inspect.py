@@ -203,6 +203,9 @@ async def test_answers_of_too_many_numbers_are_refused_with_advice(native: Loade
         envelope = await api.refused("/logits", **body, format="safetensors")
         assert "279 numbers, at most 200" in envelope["error"]
         await api.post("/logits", **{**body, "top_k": 5})
+        envelope = await api.refused("/score", inputs="a", target_ids=[[5] * 17] * 3)
+        assert "102 numbers, at most 100" in envelope["error"]
+        await api.post("/score", inputs="a", target_ids=[[5] * 25] * 2)
 
 
 # --- /next ---------------------------------------------------------------------------------------

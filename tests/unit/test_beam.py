@@ -121,6 +121,20 @@ class TestByHand:
         assert steps == 4  # up to the length that could have won
         assert answers(found) == approx([("ab.", math.log(0.135) / 9), ("b.", math.log(0.36) / 4)])
 
+    @pytest.mark.parametrize("length_penalty", [-10.0, -30.0])
+    @pytest.mark.parametrize("early_stopping", [False, "never"])
+    def test_scores_of_any_size_are_scores(
+        self, length_penalty: float, early_stopping: bool
+    ) -> None:
+        found = search(2, limit=9, length_penalty=length_penalty, early_stopping=early_stopping)
+        while not found.over:  # a and b alone, so that all end at the limit
+            scores = torch.tensor([[-3.0, -4.0, -math.inf]] * 2)
+            found.advance(scores, lambda beam, token: Told())
+        best, second = answers(found)
+        assert (best[0], second[0][:8]) == ("a" * 9, "a" * 8)
+        assert best[1] < -1e9
+        assert math.isfinite(best[1])
+
     def test_the_length_limit_ends_all_that_lives(self) -> None:
         found = search(width=2, limit=1)
         advance(found)

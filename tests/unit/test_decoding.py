@@ -153,6 +153,14 @@ class TestPenalties:
         penalized = penalize_repetition(self.SCORES, history([2], vocab=5), torch.tensor([0.5]))
         assert penalized.tolist() == [[2.0, -1.0, 6.0, -1.0, 0.5]]
 
+    @pytest.mark.parametrize("penalty", [1e-46, 1e-38, 1e-6])
+    def test_the_lowest_repetition_penalties_stay_finite(self, penalty: float) -> None:
+        scores = penalize_repetition(
+            row(0.0, 9.0, -9.0), history([0, 2], vocab=3), torch.tensor([penalty])
+        )
+        assert scores.isfinite().all()
+        assert scores.argmax().item() == 1  # the decoder start is in the history
+
     def test_what_is_banned_stays_banned(self) -> None:
         scores = row(BANNED, 1.0)
         penalized = penalize_repetition(scores, history([0], vocab=2), torch.tensor([0.5]))

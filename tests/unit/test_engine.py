@@ -409,6 +409,49 @@ class TestFaults:
         list(engine.run())
         assert after.tokens == tokens_alone(model, after)
 
+    def test_parameters_that_fail_fail_the_rows_in_the_step_not_the_engine(
+        self, model: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> Tensor:
+            raise RuntimeError("broken")
+
+        row = Row([5, 2], [1], Decoding(6))
+        engine.submit(row)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_scores", broken)
+            [failure] = engine.step()
+        assert isinstance(failure, FailureEvent)
+        assert (failure.work, engine.has_work) == (row, False)
+        engine.submit(after := fresh(row))
+        list(engine.run())
+        assert after.tokens == tokens_alone(model, after)
+
+    @pytest.mark.parametrize("num_beams", [1, 3])
+    def test_a_stop_check_that_fails_ends_only_its_own_sequence(
+        self, model: LoadedModel, engine: Engine, num_beams: int
+    ) -> None:
+        def broken(tokens: Sequence[int]) -> bool:
+            raise RuntimeError("broken")
+
+        sick = Row([6, 2], [1], Decoding(6, stop=broken, num_beams=num_beams))
+        live = Row([5, 6, 2], [1], Decoding(10))
+        for row in (sick, live):
+            engine.submit(row)
+        failures = [event for event in engine.run() if isinstance(event, FailureEvent)]
+        assert [failure.work for failure in failures] == [sick]
+        assert live.tokens == tokens_alone(model, live)
+
+    @pytest.mark.parametrize("size", [2**31, 2**63, 2**64 - 1])
+    @pytest.mark.parametrize(
+        "name", ["top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"]
+    )
+    def test_counts_of_any_size_are_as_good_as_none(
+        self, model: LoadedModel, name: str, size: int
+    ) -> None:
+        plain = Row([5, 6, 2], [1], Decoding(10, sample=True, seed=3))
+        asked = Row([5, 6, 2], [1], replace(plain.decoding, **{name: size}))  # type: ignore[arg-type]
+        assert tokens_alone(model, asked) == tokens_alone(model, plain)
+
     def test_a_join_that_fails_leaves_the_live_rows_alone(
         self, model: LoadedModel, engine: Engine
     ) -> None:

@@ -477,6 +477,12 @@ def test_a_broken_stream_is_an_error(
     assert stream.closed
 
 
+def test_a_stream_without_any_event_is_an_error() -> None:
+    client, _, _ = streaming(b": nothing\n\n")
+    with pytest.raises(NoConnectionError, match="ended before its last event"):
+        list(client.stream("cat"))
+
+
 def test_every_sequence_of_a_stream_must_end() -> None:
     one = token_event(0, "x", sequence=1, generated_text="x", details=DETAILS)
     client, _, _ = streaming(token_event(0, "a"), one, LAST)

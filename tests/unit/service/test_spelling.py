@@ -84,6 +84,18 @@ class TestPieces:
         assert speller.text == PIECES.decode(ids)
         assert "\ufffd" in speller.text
 
+    def test_an_incomplete_character_waits_behind_a_special_token_too(self) -> None:
+        ids = ids_of(PIECES, "🙂")[:-2]
+        speller, _ = spell(PIECES, [*ids, 1, END])
+        assert speller.text == PIECES.decode(ids)
+
+    def test_ids_that_the_tokenizer_does_not_know_add_nothing(self) -> None:
+        ids = ids_of(PIECES, "the cat")[:-1]
+        beyond = PIECES.vocab_size + 5
+        speller, spelled = spell(PIECES, [beyond, ids[0], beyond, *ids[1:], END], [beyond])
+        assert speller.text == "the cat"
+        assert len(spelled) == len(ids) + 3
+
     def test_without_a_tokenizer_there_is_no_text(self) -> None:
         speller = Speller(Vocabulary("target", 10, None), [3])
         assert texts([s for event in events([4, 5]) for s in speller.push(event)]) == [None, None]
@@ -123,6 +135,23 @@ class TestStopStrings:
     def test_a_stop_in_the_prefix_does_not_count(self) -> None:
         ids = ids_of(WORDS, "HH AH L OW")
         assert not StopStrings(vocabulary(WORDS), ids[:2], ["HH"])(ids[2:])
+
+    @pytest.mark.parametrize("stop", ["🙂", " s", "日本", "t t"])
+    def test_a_stop_is_found_at_the_end_of_a_long_text_too(self, stop: str) -> None:
+        ids = ids_of(PIECES, "the cat on the mat, naïve " * 20 + f"é{stop}, mat")[:-1]
+        told = StopStrings(vocabulary(PIECES), (), [stop])
+        for n in range(1, len(ids) + 1):
+            whole = stop in PIECES.decode(ids[:n])
+            assert told(ids[:n]) == whole
+            if whole:
+                return
+        pytest.fail("the stop never came")
+
+    def test_a_stop_that_the_prefix_begins_within_a_character_is_found(self) -> None:
+        *prefix, last_byte = ids_of(PIECES, "🙂")[:-1]
+        assert StopStrings(vocabulary(PIECES), prefix, ["🙂"])([last_byte])
+        speller, _ = spell(PIECES, [last_byte], prefix, ["🙂"], "stop_sequence")
+        assert speller.text == ""
 
     @settings(max_examples=300)
     @given(
