@@ -1,8 +1,8 @@
 """Decoding parameters at work: from a step's raw logits to the scores tokens are picked from.
 
 A parameter is one pure function ``(scores [rows, vocab], history, values) -> scores`` and its entry
-in `PROCESSORS`, which names the field of `Decoding` that holds its value and the value that changes
-nothing. A processor runs only when some row asks for it; the other rows pass through it unchanged.
+in `PROCESSORS`, which names the field of `Decoding` that holds its value; the field's default
+changes nothing. A processor runs only when some row asks for it, and leaves other rows unchanged.
 
 The definitions are those of `transformers`' `GenerationConfig` (frequency and presence penalty:
 OpenAI's); `docs/decoding.md` has them as formulas.
@@ -313,34 +313,37 @@ class Processor:
 
     Attributes:
         field: of `Decoding`, with each row's value.
-        no_op: the value that changes nothing.
         apply: the function.
         prepare: all rows' values as what the function takes, made when rows join or leave.
     """
 
     field: str
-    no_op: Any
     apply: Callable[[Tensor, History, Any], Tensor]
     prepare: Callable[[Sequence[Any], ModelSpec, torch.device], Any] = _as_tensor
 
+    @property
+    def no_op(self) -> Any:
+        """The value that changes nothing: the field's default."""
+        return Decoding.__dataclass_fields__[self.field].default
+
 
 PROCESSORS = (
-    Processor("logit_bias", (), add_bias, _as_bias),
-    Processor("repetition_penalty", 1.0, penalize_repetition),
-    Processor("frequency_penalty", 0.0, penalize_frequency),
-    Processor("presence_penalty", 0.0, penalize_presence),
-    Processor("no_repeat_ngram_size", 0, ban_repeated_ngrams, _as_counts),
-    Processor("encoder_no_repeat_ngram_size", 0, ban_source_ngrams, _as_counts),
-    Processor("bad_words", (), ban_words, BannedWords.of),
-    Processor("min_new_tokens", 0, ban_early_end, _as_counts),
-    Processor("forced_bos_token_id", -1, force_first),
-    Processor("forced_eos_token_id", -1, force_last),
-    Processor("temperature", 1.0, divide_by_temperature),
-    Processor("top_k", 0, keep_top_k, _as_counts),
-    Processor("top_p", 1.0, keep_top_p, _as_double),  # 1 - 0.999 is no float32
-    Processor("min_p", 0.0, keep_min_p),
-    Processor("typical_p", 1.0, keep_typical),
-    Processor("renormalize_logits", False, renormalize),
+    Processor("logit_bias", add_bias, _as_bias),
+    Processor("repetition_penalty", penalize_repetition),
+    Processor("frequency_penalty", penalize_frequency),
+    Processor("presence_penalty", penalize_presence),
+    Processor("no_repeat_ngram_size", ban_repeated_ngrams, _as_counts),
+    Processor("encoder_no_repeat_ngram_size", ban_source_ngrams, _as_counts),
+    Processor("bad_words", ban_words, BannedWords.of),
+    Processor("min_new_tokens", ban_early_end, _as_counts),
+    Processor("forced_bos_token_id", force_first),
+    Processor("forced_eos_token_id", force_last),
+    Processor("temperature", divide_by_temperature),
+    Processor("top_k", keep_top_k, _as_counts),
+    Processor("top_p", keep_top_p, _as_double),  # 1 - 0.999 is no float32
+    Processor("min_p", keep_min_p),
+    Processor("typical_p", keep_typical),
+    Processor("renormalize_logits", renormalize),
 )
 """In the order in which they apply, which is the reference implementation's."""
 
