@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.layers import MultiHeadAttention, attention, padding_mask
+from model.layers import MultiHeadAttention, padding_mask
 
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
@@ -278,7 +278,7 @@ class SlotKeysValues:
         grid[share.slot, share.place] = queries
         # [slots, width, heads, query, head_dim] -> [slots, heads, width * query, head_dim]
         by_slot = grid.transpose(1, 2).flatten(2, 3)
-        found = attention(by_slot, self.keys, self.values, self.mask)
+        found = cross.attend(by_slot, self.keys, self.values, self.mask)
         # and back to [rows, heads, query, head_dim]
         back = found.reshape(share.slots, heads, share.width, length, head_dim).transpose(1, 2)
         return cross.merge(back[share.slot, share.place])

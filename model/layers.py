@@ -1,13 +1,19 @@
 """The parts a Transformer is made of, each readable on its own.
 
 Conventions: masks are boolean and True means "attend"; they broadcast against
-``[batch, heads, query, key]``. Shapes are written as ``[batch, length, dim]``.
+``[batch, heads, query, key]``. Shapes are written as ``[batch, length, dim]``. Only where a stack
+has a position bias (`RelativePositionBias`) do its self-attentions get that in place of a mask:
+numbers to add to the scores, -inf where the mask forbids.
 
 References:
     Vaswani et al., "Attention Is All You Need", 2017 (https://arxiv.org/abs/1706.03762).
     Ba et al., "Layer Normalization", 2016 (https://arxiv.org/abs/1607.06450).
     Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020
     (https://arxiv.org/abs/2002.04745), for pre-norm against post-norm.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019
+    (https://arxiv.org/abs/1910.07467).
+    Raffel et al., "Exploring the Limits of Transfer Learning", 2019
+    (https://arxiv.org/abs/1910.10683), for relative position biases.
 """
 
 from __future__ import annotations
@@ -100,6 +106,88 @@ class LearnedPositions(nn.Module):
         return F.embedding(positions + self.offset, self.weight)
 
 
+class NoPositions(nn.Module):
+    """For stacks in which only attention knows of positions."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """A zero, which changes no token vector."""
+        return positions.new_zeros(())
+
+
+def relative_buckets(buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """Which bucket a relative position, key minus query, falls into.
+
+    Of the buckets of one direction the first half holds one distance each; the others grow in
+    width with the logarithm up to ``max_distance``, and the last one holds all that is farther.
+
+    Args:
+        buckets: of both directions together where ``bidirectional``, which then has to be even.
+        bidirectional: whether keys behind the query have buckets of their own, the upper half;
+            otherwise they share that of distance 0.
+
+    Returns:
+        ``[2 * max_distance + 1]`` buckets of ``-max_distance .. max_distance``.
+    """
+    with torch.device("cpu"):  # real numbers also where a model is only sketched on "meta"
+        relative = torch.arange(-max_distance, max_distance + 1)
+        distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
+        directed = buckets // 2 if bidirectional else buckets
+        exact = directed // 2
+        # In float32 and in this order, as the models were trained: borders between buckets are
+        # where a logarithm is a whole number, and rounding decides.
+        ratio = torch.log(distance.float() / exact) / math.log(max_distance / exact)
+        far = exact + (ratio.clamp(min=0.0) * (directed - exact)).long()
+        bucket = torch.where(distance < exact, distance, far.clamp(max=directed - 1))
+        return bucket + directed * (relative > 0) if bidirectional else bucket
+
+
+class RelativePositionBias(nn.Module):
+    """A learned number per head and bucket of relative positions, added to attention scores.
+
+    Section 2.1 of Raffel et al. One table serves all layers of a stack.
+
+    Args:
+        heads: of every layer.
+        buckets, max_distance, bidirectional: see `relative_buckets`.
+
+    Raises:
+        ValueError: the buckets of a direction cannot be told apart.
+    """
+
+    buckets: Tensor
+
+    def __init__(self, heads: int, buckets: int, max_distance: int, bidirectional: bool) -> None:
+        super().__init__()
+        directed = buckets // 2 if bidirectional else buckets
+        if directed < 2 or (bidirectional and buckets % 2) or max_distance <= directed // 2:
+            raise ValueError(
+                f"cannot sort distances up to {max_distance} into {buckets} buckets"
+                f"{' for two directions' if bidirectional else ''}"
+            )
+        self.max_distance = max_distance
+        self.weight = token_table(buckets, heads).weight
+        of_distance = relative_buckets(buckets, max_distance, bidirectional)
+        self.register_buffer("buckets", of_distance, persistent=False)
+
+    def forward(self, positions: Tensor, mask: Tensor) -> Tensor:
+        """The bias of queries at ``positions`` on keys at ``0 .. key - 1``.
+
+        Args:
+            positions: ``[rows | 1, query]``, each counted from its row's own first token.
+            mask: boolean, ``[rows | 1, 1, query | 1, key]``; or ``[query, key]``.
+
+        Returns:
+            ``[rows, heads, query, key]``; -inf where the mask forbids.
+        """
+        limit = self.max_distance
+        keys = torch.arange(mask.shape[-1], device=positions.device)
+        relative = (keys - positions[..., None]).clamp(-limit, limit)  # [rows, query, key]
+        by_distance = self.weight.t()[:, self.buckets]  # [heads, 2 * max_distance + 1]
+        # [heads, rows, query, key] -> [rows, heads, query, key]
+        bias = by_distance[:, relative + limit].transpose(0, 1)
+        return bias.masked_fill(~mask, -torch.inf)
+
+
 def token_table(vocab_size: int, dim: int) -> nn.Embedding:
     """A table whose numbers are still to come, from a file or from `initialise`.
 
@@ -161,20 +249,26 @@ def padding_mask(lengths: Tensor, max_length: int) -> Tensor:
     return (keys[None, :] < lengths[:, None])[:, None, None, :]
 
 
-def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """softmax(q kᵀ / √d_k), equation 1 of the paper without the values.
 
     Args:
         query: ``[..., query, head_dim]``.
         key: ``[..., key, head_dim]``.
-        mask: boolean, broadcastable to ``[..., query, key]``; True attends.
+        mask: boolean, broadcastable to ``[..., query, key]``; True attends. Or a position bias.
+        scale: in place of 1 / √d_k.
 
     Returns:
         ``[..., query, key]``, float32; each row sums to 1, or is zero where the mask allows no key.
     """
-    scores = (query @ key.transpose(-2, -1)).float() / math.sqrt(query.shape[-1])
+    scores = (query @ key.transpose(-2, -1)).float()
+    scores = scores / math.sqrt(query.shape[-1]) if scale is None else scores * scale
     if mask is None:
         return scores.softmax(dim=-1)
+    if mask.is_floating_point():
+        scores, mask = scores + mask, mask > -torch.inf
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
     return weights.masked_fill(~mask, 0.0)  # a row without any key is NaN after the softmax
 
@@ -185,22 +279,25 @@ def attention(
     value: Tensor,
     mask: Tensor | None = None,
     dropout: Dropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """softmax(q kᵀ / √d_k) v, equation 1 of the paper.
 
     Args:
         query: ``[batch, heads, query, head_dim]``.
         key, value: ``[batch, heads, key, head_dim]``.
-        mask: boolean, broadcastable to ``[batch, heads, query, key]``; True attends.
+        mask: boolean, broadcastable to ``[batch, heads, query, key]``; True attends. Or a position
+            bias, in the dtype of the query.
         dropout: applied to the weights while training (section 5.4 applies it to sub-layer
             outputs only; the tutorial and most code since also drop weights).
+        scale: in place of 1 / √d_k.
 
     Returns:
         ``[batch, heads, query, head_dim]``; zero where the mask allows no key.
     """
     if dropout is None or not dropout.active:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    weights: Tensor = dropout(attention_weights(query, key, mask))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    weights: Tensor = dropout(attention_weights(query, key, mask, scale))
     return weights.to(value.dtype) @ value
 
 
@@ -212,23 +309,35 @@ class MultiHeadAttention(nn.Module):
 
     Args:
         dim: width of the model.
-        heads: number of heads; must divide ``dim``.
+        heads: number of heads; must divide ``dim`` where no ``head_dim`` is given.
         bias: whether the four projections have biases.
         dropout: on the attention weights while training.
+        head_dim: width of a head; default ``dim / heads``.
+        scale: on the scores; default ``1 / sqrt(head_dim)``.
 
     Raises:
-        ValueError: ``dim`` is not a multiple of ``heads``.
+        ValueError: ``dim`` is not a multiple of ``heads``, and no ``head_dim`` is given.
     """
 
-    def __init__(self, dim: int, heads: int, bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        head_dim: int | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
-        if heads < 1 or dim % heads:
+        if heads < 1 or (head_dim is None and dim % heads):
             raise ValueError(f"dim must be a multiple of heads, got dim {dim} and heads {heads}")
+        inner = dim if head_dim is None else heads * head_dim
         self.heads = heads
-        self.query = nn.Linear(dim, dim, bias=bias)
-        self.key = nn.Linear(dim, dim, bias=bias)
-        self.value = nn.Linear(dim, dim, bias=bias)
-        self.output = nn.Linear(dim, dim, bias=bias)
+        self.scale = scale
+        self.query = nn.Linear(dim, inner, bias=bias)
+        self.key = nn.Linear(dim, inner, bias=bias)
+        self.value = nn.Linear(dim, inner, bias=bias)
+        self.output = nn.Linear(inner, dim, bias=bias)
         self.dropout = Dropout(dropout)
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +350,15 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from ``x`` ``[batch, query, dim]`` to keys and values; same shape as ``x``."""
-        return self.merge(attention(self.queries(x), keys, values, mask, self.dropout))
+        return self.merge(self.attend(self.queries(x), keys, values, mask))
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """`attention`, all ``[batch, heads, length, head_dim]``, as this module scales it."""
+        return attention(queries, keys, values, mask, self.dropout, self.scale)
+
+    def weights(self, x: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        """How much each query attends to each key: ``[batch, heads, query, key]``, float32."""
+        return attention_weights(self.queries(x), keys, mask, self.scale)
 
     def merge(self, heads: Tensor) -> Tensor:
         """``[batch, heads, query, head_dim]`` -> ``[batch, query, dim]``, then the projection."""
@@ -288,6 +405,23 @@ class FeedForward(nn.Module):
 
 class LayerNorm(nn.LayerNorm):
     """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last dimension."""
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension; no mean is taken off.
+
+    Computed in float32, whatever ``x`` is; the answer has the weight's dtype.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., dim]`` -> the same shape."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return normed.to(self.weight.dtype) * self.weight
 
 
 class BesselLayerNorm(nn.Module):
@@ -410,3 +544,22 @@ class BiasedOutput(nn.Module):
         """``[rows, dim]`` -> ``[rows, vocab]``."""
         logits: Tensor = self.projection(hidden)
         return logits + self.bias
+
+
+class ScaledOutput(nn.Module):
+    """An output layer on hidden states times a factor.
+
+    Args:
+        projection: ``[..., dim] -> [..., vocab]``, often tied to an embedding.
+        scale: the factor.
+    """
+
+    def __init__(self, projection: nn.Linear, scale: float) -> None:
+        super().__init__()
+        self.projection = projection
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[rows, dim]`` -> ``[rows, vocab]``."""
+        logits: Tensor = self.projection(hidden * self.scale)
+        return logits

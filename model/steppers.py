@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
-from model.layers import MultiHeadAttention, attention_weights, causal_mask, padding_mask
+from model.layers import MultiHeadAttention, causal_mask, padding_mask
 from model.sequence import AttentionMaps, Forward
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
@@ -249,7 +249,7 @@ def recording(attentions: Sequence[MultiHeadAttention]) -> Iterator[list[Tensor]
 
     def note(attention: Any, args: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
         x, keys, _, mask = args
-        noted.append(attention_weights(attention.queries(x), keys, mask))
+        noted.append(attention.weights(x, keys, mask))
 
     handles = [attention.register_forward_hook(note) for attention in attentions]
     try:

@@ -19,6 +19,7 @@ from model.layers import (
     Embedding,
     FeedForward,
     MultiHeadAttention,
+    RelativePositionBias,
     Residual,
     causal_mask,
     padding_mask,
@@ -135,21 +136,34 @@ class DecoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embedding, a stack of layers, a final norm."""
+    """Embedding, a stack of layers, a final norm.
+
+    Args:
+        position_bias: what self-attentions add to their scores; the paper has none.
+    """
 
     layers: Sequence[EncoderLayer]  # an nn.ModuleList, which cannot say of what
 
     def __init__(
-        self, embedding: Embedding, layers: Sequence[EncoderLayer], norm: nn.Module
+        self,
+        embedding: Embedding,
+        layers: Sequence[EncoderLayer],
+        norm: nn.Module,
+        position_bias: RelativePositionBias | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = norm
+        self.position_bias = position_bias
 
     def forward(self, src: Tensor, mask: Tensor | None) -> Tensor:
         """``src`` ``[batch, src]`` ids -> memory ``[batch, src, dim]``."""
         x = self.embedding(src)
+        if self.position_bias is not None:
+            every = torch.ones(1, src.shape[1], dtype=torch.bool, device=src.device)
+            positions = torch.arange(src.shape[1], device=src.device)[None, :]
+            mask = self.position_bias(positions, every if mask is None else mask)
         for layer in self.layers:
             x = layer(x, mask)
         memory: Tensor = self.norm(x)
@@ -157,24 +171,33 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, a stack of layers, a final norm."""
+    """Embedding, a stack of layers, a final norm.
+
+    Args:
+        position_bias: what self-attentions add to their scores; the paper has none.
+    """
 
     layers: Sequence[DecoderLayer]  # an nn.ModuleList, which cannot say of what
 
     def __init__(
-        self, embedding: Embedding, layers: Sequence[DecoderLayer], norm: nn.Module
+        self,
+        embedding: Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: nn.Module,
+        position_bias: RelativePositionBias | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = norm
+        self.position_bias = position_bias
 
     def forward(
         self,
         tgt: Tensor,
         past: Sequence[SelfKeysValues],
         source: Sequence[CrossKeysValues],
-        mask: Tensor | None,
+        mask: Tensor,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Run ``tgt`` ``[rows, tgt]`` on top of ``past``, attending to ``source``.
@@ -188,6 +211,10 @@ class Decoder(nn.Module):
             hidden states ``[rows, tgt, dim]``.
         """
         x = self.embedding(tgt, positions)
+        if self.position_bias is not None:
+            if positions is None:
+                positions = torch.arange(tgt.shape[1], device=tgt.device)[None, :]
+            mask = self.position_bias(positions, mask)
         for layer, own_past, own_source in zip(self.layers, past, source, strict=True):
             x = layer(x, own_past, own_source, mask)
         hidden: Tensor = self.norm(x)

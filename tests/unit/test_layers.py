@@ -21,12 +21,16 @@ from model.layers import (
     NormalizedResidual,
     PostNorm,
     PreNorm,
+    RelativePositionBias,
+    RMSNorm,
+    ScaledOutput,
     SinusoidalPositions,
     attention,
     attention_weights,
     causal_mask,
     halved_sinusoidal_table,
     padding_mask,
+    relative_buckets,
     sinusoidal_table,
     token_table,
 )
@@ -426,3 +430,88 @@ def test_an_output_may_have_a_bias_of_its_own() -> None:
         output.bias.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
     hidden = torch.randn(4, 2)
     assert torch.equal(output(hidden), projection(hidden) + torch.tensor([1.0, 2.0, 3.0]))
+
+
+# --- relative positions --------------------------------------------------------------------------
+
+
+def test_relative_buckets_hold_one_distance_and_then_ever_more() -> None:
+    causal = relative_buckets(buckets=6, max_distance=10, bidirectional=False)
+    of_distance = causal[:11].flip(0).tolist()  # 0, 1, 2, ... tokens back
+    assert of_distance == [0, 1, 2, 3, 3, 4, 4, 5, 5, 5, 5]
+    assert causal[11:].tolist() == [0] * 10  # what is ahead
+    both_ways = relative_buckets(buckets=8, max_distance=6, bidirectional=True)
+    assert both_ways.tolist() == [3, 3, 3, 2, 2, 1, 0, 5, 6, 6, 7, 7, 7]
+
+
+def position_bias(bidirectional: bool = False) -> RelativePositionBias:
+    bias = RelativePositionBias(2, 6, 10, bidirectional)
+    with torch.no_grad():
+        bias.weight.copy_(torch.arange(12.0).view(6, 2) / 10)
+    return bias
+
+
+def test_position_bias_depends_on_the_distance_alone() -> None:
+    found = position_bias()(torch.arange(3)[None], causal_mask(3))
+    assert found.shape == (1, 2, 3, 3)
+    no = -torch.inf
+    close(found[0, 0], torch.tensor([[0.0, no, no], [0.2, 0.0, no], [0.4, 0.2, 0.0]]))
+    close(found[0, 1], found[0, 0] + 0.1)
+
+
+def test_position_bias_of_a_step_is_a_row_of_the_whole_and_each_row_has_its_own_position() -> None:
+    bias = position_bias()
+    whole = bias(torch.arange(30)[None], causal_mask(30))
+    positions = torch.tensor([3, 29, 0])
+    step = bias(positions[:, None], padding_mask(positions + 1, 30))
+    assert step.shape == (3, 2, 1, 30)
+    close(step[:, :, 0], whole[0][:, positions].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "distance", "bidirectional"),
+    [(3, 10, True), (2, 10, True), (1, 9, False), (8, 4, False)],
+)
+def test_buckets_that_cannot_be_told_apart_are_refused(
+    buckets: int, distance: int, bidirectional: bool
+) -> None:
+    with pytest.raises(ValueError, match=f"distances up to {distance} into {buckets} buckets"):
+        RelativePositionBias(2, buckets, distance, bidirectional)
+
+
+def test_both_ways_to_attend_agree_on_a_bias_and_a_scale() -> None:
+    query, key, value = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    mask = padding_mask(torch.tensor([5, 0]), 5) & causal_mask(5)
+    bias = torch.randn(1, 2, 5, 5).masked_fill(~mask, -torch.inf)
+    weights = attention_weights(query, key, bias, scale=1.0)
+    close(attention(query, key, value, bias, scale=1.0), weights @ value)
+    assert not weights[1].any()  # a row without any key
+    by_hand = ((query @ key.mT)[0] + bias[0]).softmax(dim=-1)
+    close(weights[0], by_hand)
+
+
+def test_heads_may_have_a_width_of_their_own() -> None:
+    layer = MultiHeadAttention(6, 4, bias=False, head_dim=5, scale=1.0)
+    x = torch.randn(2, 3, 6)
+    keys, values = layer.keys_values(x)
+    assert keys.shape == (2, 4, 3, 5)
+    assert layer(x, keys, values, None).shape == x.shape
+    weights = layer.weights(x, keys, None)
+    close(layer.merge(weights @ values), layer(x, keys, values, None))
+
+
+def test_rms_norm_takes_no_mean_off() -> None:
+    norm = RMSNorm(2, eps=0.5)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0]))
+    # mean of squares 12.5, plus eps: 13
+    close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3.0, 8.0]]) / math.sqrt(13))
+    halved = norm.half()(torch.tensor([[3e4, 4e4]]))
+    assert halved.dtype == torch.float16
+    close(halved.float(), torch.tensor([[3.0, 8.0]]) / math.sqrt(12.5), atol=2e-3)
+
+
+def test_an_output_may_scale_what_it_is_given() -> None:
+    projection = nn.Linear(3, 5, bias=False)
+    hidden = torch.randn(2, 3)
+    close(ScaledOutput(projection, 0.25)(hidden), projection(hidden) / 4)
