@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -161,6 +161,7 @@ def fill(
     device: torch.device,
     dtype: torch.dtype,
     copies: Mapping[str, str] | None = None,
+    wide: Collection[str] = (),
 ) -> None:
     """Give every parameter its tensor; nothing missing, nothing left over.
 
@@ -169,6 +170,7 @@ def fill(
         names: parameter name -> tensor name.
         ignored: tensors that may be in the file and are not needed, with their shapes.
         copies: tensors that may be in the file and must equal another one.
+        wide: parameters that stay float32 where `dtype` is float16, whose range they need.
 
     Raises:
         ModelError: names every missing, unexpected and misshaped tensor, and false copies.
@@ -185,7 +187,8 @@ def fill(
         raise ModelError(f"{checkpoint.path}: " + "; ".join(complaints))
     aliases = _aliases(network)
     for parameter_name, tensor_name in names.items():
-        tensor = checkpoint.read(tensor_name).to(device=device, dtype=dtype).contiguous()
+        kept = torch.float32 if dtype == torch.float16 and parameter_name in wide else dtype
+        tensor = checkpoint.read(tensor_name).to(device=device, dtype=kept).contiguous()
         filled = nn.Parameter(tensor, requires_grad=False)
         for module, attribute in aliases[id(parameters[parameter_name])]:
             setattr(module, attribute, filled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ class Blueprint:
         names: parameter name -> tensor name in the checkpoint.
         ignored: tensors that may be in the checkpoint and are not needed, with their shapes.
         copies: tensors that may be in the checkpoint and must equal the one they name.
+        wide: parameters that stay float32 in a float16 model.
         stepper: makes what the engine steps.
     """
 
@@ -41,6 +42,7 @@ class Blueprint:
     stepper: Callable[[EngineConfig], Stepper]
     ignored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+    wide: Collection[str] = ()
 
 
 class Family(Protocol):
@@ -125,6 +127,7 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         target_device,
         DTYPES[dtype],
         plan.copies,
+        plan.wide,
     )
     plan.network.to(target_device)  # buffers
     plan.network.eval()

@@ -321,14 +321,14 @@ class SpecialTokens:
     Attributes:
         pad, bos, eos: `pad_token_id` and so on.
         start: `decoder_start_token_id`; where that is None too, `bos` starts the decoder.
-        forced_eos: `forced_eos_token_id`.
+        forced_eos: `forced_eos_token_id`, or None where the family forces none.
     """
 
     pad: int
     bos: int | None
     eos: int
     start: int | None
-    forced_eos: int
+    forced_eos: int | None
 
 
 def read_spec(
@@ -362,7 +362,8 @@ def read_spec(
     bos = tokens.bos if ids["bos"] is None else ids["bos"]
     if forced_bos and defaults.forced_bos_token_id is None:  # as that key was called before 2021
         defaults = replace(defaults, forced_bos_token_id=bos)
-    if defaults.forced_eos_token_id is None and generation is None:
+    forces = tokens.forced_eos is not None and generation is None
+    if forces and defaults.forced_eos_token_id is None:
         last = _known("forced_eos_token_id", size, tokens.forced_eos)
         defaults = replace(defaults, forced_eos_token_id=last)
     if generation is not None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model.families import marian
+from model.families import marian, t5
 from model.families.seqserve import TransformerConfig, build
 from model.layers import SinusoidalPositions
 from model.tokenizer import build_tokenizer
@@ -148,6 +148,30 @@ def make_marian_model(directory: Path, seed: int = 0, **generation: Any) -> Path
                 hard_vocab_limit=False,
                 minloglevel=2,
             )
+    return directory
+
+
+def make_byt5_model(directory: Path, seed: int = 0, **generation: Any) -> Path:
+    """A directory as ByT5 is published: no tokenizer file, and ids that are of no token.
+
+    Args:
+        seed: of the weights.
+        generation: keys of `generation_config.json`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    sizes = {"d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 3}
+    sizes |= {"vocab_size": 400, "num_decoder_layers": 1}
+    config = {"model_type": "t5", **sizes, "feed_forward_proj": "gated-gelu"}
+    config |= {"tie_word_embeddings": False, "tokenizer_class": "ByT5Tokenizer"}
+    plan = t5.blueprint(config, {"lm_head.weight": (400, 16)}, None)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        plan.names[name]: torch.randn(parameter.shape, generator=draw) / parameter.shape[-1] ** 0.5
+        for name, parameter in plan.network.named_parameters()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, **config)
+    (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
 
 

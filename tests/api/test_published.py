@@ -15,7 +15,7 @@ from model.loader import load_model
 from service.app import create_app
 from service.cli import app
 from service.settings import Settings
-from tests.builders import make_marian_model
+from tests.builders import make_byt5_model, make_marian_model
 
 from .conftest import Api, serving
 
@@ -101,3 +101,19 @@ async def test_info_tells_the_defaults(api: Api, directory: Path) -> None:
     facts = json.loads(result.stdout)
     assert facts["generation_defaults"] == DEFAULTS
     assert facts["bytes"] > 1000
+
+
+async def test_byt5_takes_and_gives_bytes(tmp_path: Path) -> None:
+    model = load_model(make_byt5_model(tmp_path, max_length=30), "cpu")
+    async with serving(create_app(Settings(), {"byt5": model})) as client:
+        api = Api(client)
+        tokenized = await api.post("/tokenize", inputs="é <extra_id_1>")
+        assert tokenized["ids"] == [0xC3 + 3, 0xA9 + 3, 0x20 + 3, 260, 1]
+        assert tokenized["tokens"][-2:] == ["<extra_id_1>", "</s>"]
+        answers = await api.post(
+            "/generate", inputs=["ab", "Über", ""], parameters={"details": True}
+        )
+        assert answers[2]["generated_text"] == ""
+        assert all(answer["details"]["generated_tokens"] <= 29 for answer in answers)
+        maps = await api.post("/attention", inputs="ab", targets="c")
+        assert sum(maps["decoder"][0][0][-1]) == pytest.approx(1.0)

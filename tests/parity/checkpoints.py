@@ -141,7 +141,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def reference_memory(both: Both, sources: Sequence[Sequence[int]]) -> Tensor:
     ids, mask = padded(sources, both.pad)
-    encoded: Tensor = both.reference.model.encoder(ids, attention_mask=mask).last_hidden_state
+    encoded: Tensor = both.reference.get_encoder()(ids, attention_mask=mask).last_hidden_state
     return encoded
 
 

@@ -1,0 +1,225 @@
+"""T5's tokenizers against theirs: `tokenizer.json`, `spiece.model`, and ByT5's bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from model.families import t5
+from model.tokenizer import IncrementalDetokenizer, Tokenizer
+
+transformers = pytest.importorskip("transformers", reason="the reference is not installed")
+
+TRICKY = [
+    "",
+    " ",
+    "  two  spaces ",
+    "\u3000wide\u3000space\u00a0and another",
+    "Hello, world! It's 12.50€.",
+    "naïve café — “quoted” … ﬁne Ａ",
+    "e\u0301 against é",
+    "🙂 and 🏳️‍🌈",
+    "תמורה مرحبا 日本語",
+    "tab\there\nline\r\n",
+    "\x07bell \u200bzero \ufeffmark",
+    "▁ the piece itself ▁▁",
+    "translate English to German: The house is wonderful.",
+    "The <extra_id_0> walks in <extra_id_1> park",
+    "<extra_id_0><extra_id_99> <extra_id_100> <extra_id_7",
+    "glued<extra_id_3>on both sides",
+    "x" * 200,
+]
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    words = ["the", " moon", " Über", "ça", " 42", "don't", "🙂", ",", " ", "\n", " reads", "日本"]
+    words += [" <extra_id_5>", "\t", "é", " walks"]
+    return ["".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(count)]
+
+
+def fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The length-delimited fields of a protocol buffer, by number."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        tag = varint()
+        kind = tag & 7
+        if kind == 0:
+            varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or varint()
+        if kind == 2:
+            yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def charsmap(serialized: bytes) -> bytes:
+    """The rules by which a SentencePiece model normalises."""
+    [normalizer] = [value for number, value in fields(serialized) if number == 3]
+    [rules] = [value for number, value in fields(normalizer) if number == 2]
+    return rules
+
+
+@pytest.fixture(scope="module")
+def serialized() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(s for s in sentences(600, 0) if "extra" not in s and s.strip()),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        character_coverage=0.99,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def reference(serialized: bytes) -> Any:
+    """What `T5Tokenizer` makes of that model."""
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+    vocab = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(len(pieces))]
+    vocab += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(100))]
+    return transformers.T5Tokenizer(vocab=vocab, _spm_precompiled_charsmap=charsmap(serialized))
+
+
+@pytest.fixture(scope="module", params=["spiece.model", "tokenizer.json"])
+def ours(request: Any, serialized: bytes, reference: Any, tmp_path_factory: Any) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("t5")
+    (directory / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    if request.param == "spiece.model":
+        (directory / "spiece.model").write_bytes(serialized)
+    else:
+        reference.save_pretrained(directory)
+    source, target = t5.tokenizers(directory)
+    assert source is target
+    assert source is not None
+    return source
+
+
+def test_ids_equal_the_reference_tokenizers(
+    ours: Tokenizer, reference: Any, serialized: bytes
+) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+
+    def score(ids: list[int]) -> float:
+        return sum(pieces.get_score(id) for id in ids if id < len(pieces))
+
+    texts = TRICKY + sentences(1000, 1)
+    ties = 0
+    for found, text in zip(ours.encode(texts), texts, strict=True):
+        expected = reference(text)["input_ids"]
+        if found != expected:  # of what is equally likely, SentencePiece takes another
+            ties += 1
+            assert len(found) == len(expected)
+            assert score(found) == pytest.approx(score(expected), abs=1e-3), text
+    assert ties < 20
+    assert ties == 0 or isinstance(ours, t5.SentinelTokenizer)
+    assert any(ours.unk_id in ids for ids in ours.encode(texts))
+    assert ours.vocab_size == len(reference)
+
+
+def test_texts_equal_the_reference_tokenizers(ours: Tokenizer, reference: Any) -> None:
+    rng = random.Random(2)
+    rows = ours.encode(TRICKY + sentences(200, 3))
+    rows += [rng.choices(range(ours.vocab_size), k=rng.randint(1, 12)) for _ in range(300)]
+    for ids in rows:
+        expected = reference.decode(ids, skip_special_tokens=True)
+        if isinstance(ours, t5.SentinelTokenizer):  # SentencePiece takes all leading spaces off
+            assert ours.decode(ids) == expected.lstrip(" "), ids
+        else:
+            assert ours.decode(ids) == expected, ids
+
+
+def test_every_id_has_the_references_name(ours: Tokenizer, reference: Any) -> None:
+    names = reference.convert_ids_to_tokens(range(len(reference)))
+    assert [ours.token(id) for id in range(ours.vocab_size)] == names
+    with pytest.raises(KeyError):
+        ours.token(ours.vocab_size)
+
+
+def test_ids_of_no_token_have_no_text(ours: Tokenizer) -> None:
+    [ids] = ours.encode(["the moon"], framed=False)
+    assert ours.decode([*ids, ours.vocab_size, ours.vocab_size + 20]) == "the moon"
+
+
+def test_special_tokens_but_sentinels_in_a_text_are_text(ours: Tokenizer) -> None:
+    [ids] = ours.encode(["</s> the <pad> <extra_id_0>"])
+    assert ids.count(1) == 1
+    assert 0 not in ids
+    assert ids[-2:] == [ours.vocab_size - 1, 1]
+
+
+def test_pieces_of_a_stream_concatenate_to_the_text(ours: Tokenizer) -> None:
+    for text in TRICKY + sentences(50, seed=9):
+        [ids] = ours.encode([text], framed=False)
+        detokenizer = IncrementalDetokenizer(ours)
+        streamed = "".join([*map(detokenizer.push, ids), detokenizer.finish()])
+        assert streamed.rstrip() == ours.decode(ids).rstrip()
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["saved", "published"])
+def bytewise(request: Any, tmp_path_factory: Any) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("byt5")
+    config = {"model_type": "t5"}
+    if request.param == "saved":
+        transformers.ByT5Tokenizer().save_pretrained(directory)
+    else:
+        config["tokenizer_class"] = "ByT5Tokenizer"
+        (directory / "tokenizer_config.json").write_text(json.dumps({"extra_ids": 125}))
+    (directory / "config.json").write_text(json.dumps(config))
+    source, target = t5.tokenizers(directory)
+    assert source is target
+    assert source is not None
+    return source
+
+
+def test_bytes_equal_the_reference_tokenizers(bytewise: Tokenizer) -> None:
+    reference = transformers.ByT5Tokenizer()
+    texts = TRICKY + sentences(1000, 4)
+    for found, text in zip(bytewise.encode(texts), texts, strict=True):
+        assert found == reference(text)["input_ids"], text
+        assert bytewise.decode(found) == reference.decode(found, skip_special_tokens=True)
+    rng = random.Random(5)
+    for _ in range(300):
+        ids = rng.choices(range(384), k=rng.randint(1, 12))
+        assert bytewise.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    names = reference.convert_ids_to_tokens(range(len(reference)))
+    assert [bytewise.token(id) for id in range(bytewise.vocab_size)] == names
+    with pytest.raises(KeyError):
+        bytewise.token(384)
+
+
+def test_a_stream_of_bytes_keeps_characters_whole(bytewise: Tokenizer) -> None:
+    for text in TRICKY:
+        [ids] = bytewise.encode([text], framed=False)
+        detokenizer = IncrementalDetokenizer(bytewise)
+        pieces = [*map(detokenizer.push, ids), detokenizer.finish()]
+        assert "".join(pieces) == bytewise.decode(ids)
+        assert not any("\ufffd" in piece for piece in pieces)
