@@ -367,10 +367,10 @@ class JsonSentinelTokenizer(JsonTokenizer):
     def load(cls, path: Path) -> JsonSentinelTokenizer:
         """Raises ValueError where the file holds no tokenizer."""
         contents = read_object(path)
-        for token in contents.get("added_tokens") or ():
-            if SENTINEL.fullmatch(token.get("content", "")):
-                token["special"] = False  # the library finds all special ones in a text or none
         try:
+            for token in contents.get("added_tokens") or ():
+                if SENTINEL.fullmatch(token["content"]):
+                    token["special"] = False  # the library finds all special ones or none
             return cls(backends.Tokenizer.from_str(json.dumps(contents)))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path}: not a tokenizer: {error}") from error

@@ -181,6 +181,36 @@ def test_pieces_of_a_stream_concatenate_to_the_text(ours: Tokenizer) -> None:
         assert streamed.rstrip() == ours.decode(ids).rstrip()
 
 
+@pytest.mark.parametrize(
+    ("family", "config", "sentinels"),
+    [("t5", {}, 100), ("t5", {"extra_ids": 5}, 5), ("mt5", {}, 0), ("mt5", {"extra_ids": 7}, 7)],
+)
+def test_sentinels_are_as_many_as_the_files_say(
+    family: str, config: dict[str, int], sentinels: int, serialized: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "spiece.model").write_bytes(serialized)
+    found, _ = t5.tokenizers(tmp_path)
+    assert found is not None
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+    assert found.vocab_size == len(pieces) + sentinels
+    [ids] = found.encode(["<extra_id_0>"])
+    assert (ids == [found.vocab_size - 1, 1]) == (sentinels > 0)
+
+
+@pytest.mark.parametrize("contents", ["{}", '{"added_tokens": ["<extra_id_0>"]}'])
+def test_a_broken_tokenizer_is_refused(contents: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(contents)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
+        t5.tokenizers(tmp_path)
+
+
+def test_a_model_without_tokenizer_files_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert t5.tokenizers(tmp_path) == (None, None)
+
+
 # --- bytes ---------------------------------------------------------------------------------------
 
 
