@@ -266,7 +266,7 @@ def _is_ids(value: Any, vocab_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """What BART, Marian and mBART say of their networks, under the names of `config.json`."""
+    """What BART and its relatives say of their networks, under the names of `config.json`."""
 
     vocab_size: int
     d_model: int
