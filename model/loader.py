@@ -16,6 +16,7 @@ from torch import nn
 from model import families
 from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
+from model.languages import Languages
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
 
@@ -85,6 +86,7 @@ class LoadedModel:
         parameters: their number, each counted once.
         dtype, device: of the weights.
         stepper: makes what the engine steps.
+        languages: that a request may name; None where the model has none.
     """
 
     directory: Path
@@ -96,6 +98,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     stepper: Callable[[EngineConfig], Stepper]
+    languages: Languages | None = None
 
 
 def load_model(directory: Path, device: str = "auto", dtype: str = "float32") -> LoadedModel:
@@ -150,6 +153,7 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         dtype=DTYPES[dtype],
         device=target_device,
         stepper=plan.stepper,
+        languages=source.languages.known_to(spec) if source and source.languages else None,
     )
 
 

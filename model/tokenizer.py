@@ -15,6 +15,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from model.languages import Languages
+
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, UNK)
 
@@ -31,6 +33,11 @@ class Tokenizer(Protocol):
     @property
     def unk_id(self) -> int | None:
         """What unknown pieces become; None where there are none."""
+        ...
+
+    @property
+    def languages(self) -> Languages | None:
+        """What it has of languages; their tokens add no text."""
         ...
 
     def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
@@ -63,15 +70,19 @@ class JsonTokenizer:
 
     suffix = ".json"
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, languages: Languages | None = None) -> None:
         self.backend = backend
+        self.languages = languages
         # A caller's "</s>" is text: only the tokenizer itself may place special tokens.
         self.backend.encode_special_tokens = True
         # Files may ask for both; here nothing is cut without a word, and batches are padded later.
         self.backend.no_truncation()
         self.backend.no_padding()
         added = backend.get_added_tokens_decoder()
-        self._special = frozenset(id for id, token in added.items() if token.special)
+        special = {id for id, token in added.items() if token.special}
+        # Files of mBART-50 hold its codes among the pieces, not among the special tokens.
+        self._codes = frozenset(languages.ids.values() if languages else ()) - special
+        self._special = frozenset(special | self._codes)
         self.unk_id = backend.token_to_id(UNK)
 
     @classmethod
@@ -101,7 +112,8 @@ class JsonTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        text = [id for id in ids if id not in self._codes]
+        return self.backend.decode(text, skip_special_tokens=True)
 
     def token(self, id: int) -> str:
         token = self.backend.id_to_token(id)
@@ -117,6 +129,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model; its own `</s>` ends a text."""
 
     suffix = ".spm"
+    languages: Languages | None = None
 
     def __init__(self, serialized: bytes) -> None:
         self._serialized = serialized

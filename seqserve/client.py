@@ -67,7 +67,19 @@ class Options(TypedDict, total=False):
     timeout: float | None
 
 
-class NextOptions(Options, total=False):
+class SpokenOptions(Options, total=False):
+    """What calls with targets may say.
+
+    Attributes:
+        src_lang: language of the inputs, or a list with one for each.
+        tgt_lang: language of the targets, or a list with one for each answer.
+    """
+
+    src_lang: str | list[str] | None
+    tgt_lang: str | list[str] | None
+
+
+class NextOptions(SpokenOptions, total=False):
     """Attributes: top_k: how many tokens."""
 
     top_k: int
@@ -79,7 +91,7 @@ class LogitsOptions(NextOptions, total=False):
     positions: Literal["last", "all"]
 
 
-class AttentionOptions(Options, total=False):
+class AttentionOptions(SpokenOptions, total=False):
     """Attributes: dtype: number format of the weights."""
 
     dtype: Literal["float32", "float16"]
@@ -90,6 +102,13 @@ class TextOptions(TypedDict, total=False):
 
     model: str | None
     side: Literal["source", "target"]
+
+
+class TokenizeOptions(TextOptions, total=False):
+    """Attributes: src_lang, tgt_lang: language of texts of either side."""
+
+    src_lang: str | None
+    tgt_lang: str | None
 
 
 @dataclass(frozen=True)
@@ -195,7 +214,7 @@ def next_call(inputs: One | Many, prefix: One | Many | None, options: NextOption
     return Call("POST", "/next", body, _parser(NextResponse, inputs, prefix))
 
 
-def score_call(inputs: One | Many, targets: One | Many | None, options: Options) -> Call[Any]:
+def score_call(inputs: One | Many, targets: One | Many | None, options: SpokenOptions) -> Call[Any]:
     """POST /score."""
     body = _with_targets(inputs, targets, options)
     return Call("POST", "/score", body, _parser(ScoreResponse, inputs, targets))
@@ -217,7 +236,7 @@ def attention_call(
     return Call("POST", "/attention", body, parse)
 
 
-def tokenize_call(texts: str | list[str], options: TextOptions) -> Call[Any]:
+def tokenize_call(texts: str | list[str], options: TokenizeOptions) -> Call[Any]:
     """POST /tokenize."""
     body = {"inputs": texts, **_set(options)}
     return Call("POST", "/tokenize", body, _parser(TokenizeResponse, texts))
@@ -562,17 +581,17 @@ class Client:
 
     @overload
     def score(
-        self, inputs: One, targets: One | None = None, **options: Unpack[Options]
+        self, inputs: One, targets: One | None = None, **options: Unpack[SpokenOptions]
     ) -> ScoreResponse: ...
     @overload
     def score(
-        self, inputs: One, targets: Many, **options: Unpack[Options]
+        self, inputs: One, targets: Many, **options: Unpack[SpokenOptions]
     ) -> list[ScoreResponse]: ...
     @overload
     def score(
-        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[Options]
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[SpokenOptions]
     ) -> list[ScoreResponse]: ...
-    def score(self, inputs: Any, targets: Any = None, **options: Unpack[Options]) -> Any:
+    def score(self, inputs: Any, targets: Any = None, **options: Unpack[SpokenOptions]) -> Any:
         """Log-probabilities of given targets; they pair up, or are several for one input."""
         return self.send(score_call(inputs, targets, options))
 
@@ -595,12 +614,12 @@ class Client:
         return self.send(attention_call(inputs, targets, options))
 
     @overload
-    def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...
+    def tokenize(self, inputs: str, **options: Unpack[TokenizeOptions]) -> TokenizeResponse: ...
     @overload
     def tokenize(
-        self, inputs: list[str], **options: Unpack[TextOptions]
+        self, inputs: list[str], **options: Unpack[TokenizeOptions]
     ) -> list[TokenizeResponse]: ...
-    def tokenize(self, inputs: Any, **options: Unpack[TextOptions]) -> Any:
+    def tokenize(self, inputs: Any, **options: Unpack[TokenizeOptions]) -> Any:
         """Token ids of texts, and the vocabulary's names of them."""
         return self.send(tokenize_call(inputs, options))
 
@@ -764,17 +783,19 @@ class AsyncClient:
 
     @overload
     async def score(
-        self, inputs: One, targets: One | None = None, **options: Unpack[Options]
+        self, inputs: One, targets: One | None = None, **options: Unpack[SpokenOptions]
     ) -> ScoreResponse: ...
     @overload
     async def score(
-        self, inputs: One, targets: Many, **options: Unpack[Options]
+        self, inputs: One, targets: Many, **options: Unpack[SpokenOptions]
     ) -> list[ScoreResponse]: ...
     @overload
     async def score(
-        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[Options]
+        self, inputs: Many, targets: One | Many | None = None, **options: Unpack[SpokenOptions]
     ) -> list[ScoreResponse]: ...
-    async def score(self, inputs: Any, targets: Any = None, **options: Unpack[Options]) -> Any:
+    async def score(
+        self, inputs: Any, targets: Any = None, **options: Unpack[SpokenOptions]
+    ) -> Any:
         """Log-probabilities of given targets; they pair up, or are several for one input."""
         return await self.send(score_call(inputs, targets, options))
 
@@ -797,12 +818,14 @@ class AsyncClient:
         return await self.send(attention_call(inputs, targets, options))
 
     @overload
-    async def tokenize(self, inputs: str, **options: Unpack[TextOptions]) -> TokenizeResponse: ...
+    async def tokenize(
+        self, inputs: str, **options: Unpack[TokenizeOptions]
+    ) -> TokenizeResponse: ...
     @overload
     async def tokenize(
-        self, inputs: list[str], **options: Unpack[TextOptions]
+        self, inputs: list[str], **options: Unpack[TokenizeOptions]
     ) -> list[TokenizeResponse]: ...
-    async def tokenize(self, inputs: Any, **options: Unpack[TextOptions]) -> Any:
+    async def tokenize(self, inputs: Any, **options: Unpack[TokenizeOptions]) -> Any:
         """Token ids of texts, and the vocabulary's names of them."""
         return await self.send(tokenize_call(inputs, options))
 

@@ -191,6 +191,17 @@ class GenerationParameters(Strict):
         description="Texts that end the generation; they are matched across token boundaries and "
         "cut off the text. No-op: [].",
     )
+    src_lang: str | None = Field(
+        None,
+        max_length=100,
+        description="Language of a source text, as the model calls it. Null: the model's default.",
+    )
+    tgt_lang: str | None = Field(
+        None,
+        max_length=100,
+        description="Language to answer in: its token is forced behind the decoder start, or "
+        "wherever else the model expects it. Null: the model's default.",
+    )
     forced_bos_token_id: int | None = Field(
         None,
         ge=0,
@@ -241,6 +252,8 @@ class GenerationParameters(Strict):
             )
         if self.target_prefix is not None and self.target_prefix_ids is not None:
             raise ValueError("target_prefix and target_prefix_ids exclude each other")
+        if self.tgt_lang is not None and self.forced_bos_token_id is not None:
+            raise ValueError("tgt_lang and forced_bos_token_id exclude each other")
         if self.num_beams is not None or self.samples:
             self.check_beams()  # otherwise it depends on the model, whose default may be beams
         least, most = self.min_new_tokens or 0, self.max_new_tokens

@@ -154,7 +154,35 @@ class GenerateRequest(_Run):
         return f"parameters[{index}]" if isinstance(self.parameters, list) else "parameters"
 
 
-class _Targets(_Run):
+class _Inspected(_Run):
+    src_lang: Texts | None = Field(
+        None,
+        description="Language of the source texts, as the model calls it: one for all inputs, or a "
+        "list with one per input. Null: the model's default.",
+    )
+    tgt_lang: Texts | None = Field(
+        None,
+        description="Language of the targets: one for all, or a list with one per answer; its "
+        "token is put before a target text, also before none. Null: the model's default where "
+        "there is a text.",
+    )
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return self.count
+
+    def _check_languages(self) -> None:
+        for name, value, count in (
+            ("src_lang", self.src_lang, self.count),
+            ("tgt_lang", self.tgt_lang, self.answers),
+        ):
+            if isinstance(value, list) and len(value) != count:
+                what = "inputs" if name == "src_lang" else "answers"
+                raise ValueError(f"{name} has {len(value)} entries, but there are {count} {what}")
+
+
+class _Targets(_Inspected):
     targets: Texts | None = Field(
         None,
         description="Target texts: one for each input, or several for one input, which is then "
@@ -175,7 +203,13 @@ class _Targets(_Run):
                 f"{self.targets_name} must pair up with the inputs: {count} targets, "
                 f"{self.count} inputs"
             )
+        self._check_languages()
         return self
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return max(self.count, self.target_count or 0)
 
     @property
     def targets_name(self) -> str:
@@ -259,7 +293,7 @@ class AttentionRequest(_Targets):
     format: Format = None
 
 
-class NextRequest(_Run):
+class NextRequest(_Inspected):
     """The likeliest next tokens."""
 
     target_prefix: Texts | None = Field(
@@ -282,7 +316,13 @@ class NextRequest(_Run):
                 f"{self.prefix_name} has {self.prefix_count} entries, but there are {self.count} "
                 "inputs"
             )
+        self._check_languages()
         return self
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return max(self.count, self.prefix_count)
 
     @property
     def prefix_name(self) -> str:
@@ -318,6 +358,12 @@ class TokenizeRequest(Request):
     inputs: Texts = Field(description="A text, or a list of texts.")
     side: Literal["source", "target"] = Field(
         "source", description="Whose vocabulary: the encoder's or the decoder's."
+    )
+    src_lang: str | None = Field(
+        None, description="Language of source texts. Null: the model's default."
+    )
+    tgt_lang: str | None = Field(
+        None, description="Language of target texts. Null: the model's default."
     )
 
 
@@ -564,6 +610,11 @@ class ModelInfo(Answer):
     generation_defaults: dict[str, Any] | None = Field(
         None, description="What the model asks for where a request says nothing."
     )
+    languages: list[str] | None = Field(
+        None, description="Codes that `src_lang` and `tgt_lang` may have; empty without languages."
+    )
+    default_src_lang: str | None = Field(None, description="Null: a request has to name it.")
+    default_tgt_lang: str | None = Field(None, description="Null: a request has to name it.")
     source_is_target: bool | None = Field(
         None, description="Whether /generate continues the source itself."
     )

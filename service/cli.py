@@ -256,6 +256,8 @@ def info(
 
     Example: `seqserve info weights/g2p-en`
     """
+    from service.served import languages_of
+
     loaded = _load(directory, _settings({"device": "cpu"}))
     spec = loaded.spec
     suffixes = {".safetensors", ".bin", ".pt", ".pth"}
@@ -271,6 +273,7 @@ def info(
         "max_target_tokens": spec.max_tgt,
         "default_max_new_tokens": spec.default_max_new_tokens,
         "generation_defaults": spec.defaults.stated,
+        **languages_of(loaded),
         "source_is_target": spec.source_is_target,
         "source_tokenizer": loaded.source_tokenizer is not None,
         "target_tokenizer": loaded.target_tokenizer is not None,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from model.config import ModelSpec
+from model.languages import Languages
 from model.sequence import Candidate, Decoding, Hypothesis, TokenEvent
 from model.sequence import Sequence as Row
 from model.tokenizer import UNK
@@ -27,6 +28,7 @@ from seqserve.schemas import (
     Token,
 )
 from service.defaults import with_defaults
+from service.languages import Opening, Speech, Wish
 from service.numbers import shortest
 from service.spelling import Spelled, Speller, StopStrings
 from service.vocabulary import Source, Vocabulary, read_sources
@@ -37,7 +39,7 @@ class Plan:
     """What is to be done for one input.
 
     Attributes:
-        prefix: target prefix, without the decoder start.
+        prefix: target prefix, without the decoder start; a language's token belongs to it.
         seed: of the draws; None without sampling.
         sequences: what the engine runs; empty if there is nothing to generate. A beam search is
             one sequence.
@@ -78,6 +80,12 @@ class Generator:
     spec: ModelSpec
     source: Vocabulary
     target: Vocabulary
+    languages: Languages | None = None
+
+    @property
+    def speech(self) -> Speech:
+        """What it makes of languages."""
+        return Speech(self.spec, self.languages)
 
     def plan(self, request: GenerateRequest) -> list[Plan]:
         """One plan for each input.
@@ -87,6 +95,8 @@ class Generator:
         """
         indices = range(request.count)
         parameters = [request.parameters_of(i) for i in indices]
+        text = request.texts is not None
+        spoken = [_wishes(parameters[i], request.parameters_place(i)) for i in indices]
         sources = read_sources(
             self.source,
             self.spec,
@@ -94,8 +104,11 @@ class Generator:
             request.id_lists,
             [request.place(i) for i in indices],
             [p.truncate for p in parameters],
+            [self.speech.frame(src, tgt, text=text) for src, tgt in spoken],
         )
-        planner = Planner(self.spec, self.target, stream=bool(request.stream))
+        planner = Planner(
+            self.spec, self.target, stream=bool(request.stream), speech=self.speech, text=text
+        )
         return [
             planner.plan(sources[i], parameters[i], request.parameters_place(i)) for i in indices
         ]
@@ -188,11 +201,15 @@ class Planner:
 
     Attributes:
         stream: whether tokens are shown with their log-probabilities in any case.
+        speech: what the model makes of languages.
+        text: whether the sources are texts.
     """
 
     spec: ModelSpec
     target: Vocabulary
     stream: bool
+    speech: Speech
+    text: bool
     _constraints: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def plan(self, source: Source, parameters: GenerationParameters, place: str) -> Plan:
@@ -204,33 +221,48 @@ class Planner:
         Raises:
             InvalidRequestError: they do not fit this model.
         """
+        opening = self._opening(parameters, place)
+        if opening.first and parameters.forced_bos_token_id is None:
+            [first] = opening.first
+            parameters = parameters.model_copy(update={"forced_bos_token_id": first})
         parameters = with_defaults(parameters, self.spec.defaults, place)
-        prefix = self._prefix(parameters, place)
-        room = self._room(source, prefix, f"{place}.{_prefix_field(parameters)}")
+        prefix = self._prefix(parameters, opening, place)
+        room = self._room(source, opening, prefix, f"{place}.{_prefix_field(parameters)}")
         length = _new_tokens(parameters, room, self.spec, place)
         seed = _seed(parameters)
         decoding = self._decoding(parameters, prefix, length, seed, place)
         sequences = []
         if length and not source.blank:
-            start = [*self.spec.decoder_start_ids, *prefix]
+            start = [*opening.start, *prefix]
             draws = (parameters.num_return_sequences or 1) if parameters.samples else 1
             sequences = [
                 Row(source.ids, start, decoding(sequence_number=number)) for number in range(draws)
             ]
         return Plan(source, prefix, parameters, seed, sequences)
 
-    def _prefix(self, parameters: GenerationParameters, place: str) -> list[int]:
+    def _opening(self, parameters: GenerationParameters, place: str) -> Opening:
+        """What the target begins with, before any prefix."""
+        _, tgt = _wishes(parameters, place)
+        return self.speech.opening(
+            tgt,
+            ids=bool(parameters.target_prefix_ids),
+            needed=parameters.target_prefix is not None
+            or (self.text and parameters.forced_bos_token_id is None),
+        )
+
+    def _prefix(self, parameters: GenerationParameters, opening: Opening, place: str) -> list[int]:
         field = f"{place}.{_prefix_field(parameters)}"
         if parameters.target_prefix is not None:
-            return self.target.encode_open([parameters.target_prefix], field)[0]
+            [ids] = self.target.encode_open([parameters.target_prefix], field)
+            return [*opening.first, *ids] if ids else []  # without any, the language is forced
         ids = parameters.target_prefix_ids or []
         self.target.check(ids, field)
         return ids
 
-    def _room(self, source: Source, prefix: list[int], field: str) -> int:
+    def _room(self, source: Source, opening: Opening, prefix: list[int], field: str) -> int:
         """Tokens that can be generated before the decoder is full."""
         spec = self.spec
-        start = len(spec.decoder_start_ids) + len(prefix)
+        start = len(opening.start) + len(prefix)
         fed = start + (len(source.ids) if spec.source_is_target else 0)
         if fed > spec.max_tgt:
             what = "source" if spec.source_is_target else "decoder start"
@@ -347,6 +379,14 @@ def _given(parameters: GenerationParameters) -> dict[str, Any]:
 def wants_details(parameters: GenerationParameters) -> bool:
     """`top_n_tokens` are part of the details, so they imply them."""
     return parameters.details or parameters.top_n_tokens > 0
+
+
+def _wishes(parameters: GenerationParameters, place: str) -> tuple[Wish, Wish]:
+    """The languages of source and target."""
+    return (
+        Wish(parameters.src_lang, f"{place}.src_lang"),
+        Wish(parameters.tgt_lang, f"{place}.tgt_lang"),
+    )
 
 
 def _prefix_field(parameters: GenerationParameters) -> str:

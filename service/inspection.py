@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from model.config import ModelSpec
+from model.languages import Languages
 from model.sequence import Forward, ForwardEvent
 from model.tokenizer import IncrementalDetokenizer
 from model.transformer import Heads
@@ -28,11 +29,13 @@ from seqserve.schemas import (
     ScoreRequest,
     ScoreResponse,
     Token,
+    TokenizeRequest,
     as_list,
     as_lists,
 )
+from service.languages import Opening, Speech, Wish
 from service.numbers import shortest, shortest_halves
-from service.vocabulary import Source, Vocabulary, read_sources
+from service.vocabulary import Source, Vocabulary, encode_sources, read_sources
 
 Dtype = Literal["float32", "float16"]
 TargetsRequest = LogitsRequest | ScoreRequest | AttentionRequest
@@ -43,11 +46,13 @@ class Pair:
     """A source and the target that goes with it.
 
     Attributes:
-        target: ids as asked for; None where none were.
+        start: the decoder start.
+        target: ids as asked for, a language's token included; None where none were.
         place: how an error message calls the target.
     """
 
     source: Source
+    start: list[int]
     target: list[int] | None
     place: str
 
@@ -63,6 +68,12 @@ class Inspector:
     source: Vocabulary
     target: Vocabulary
     heads: Heads
+    languages: Languages | None = None
+
+    @property
+    def speech(self) -> Speech:
+        """What it makes of languages."""
+        return Speech(self.spec, self.languages)
 
     # --- /logits ---------------------------------------------------------------------------------
 
@@ -123,7 +134,7 @@ class Inspector:
             raise InvalidRequestError(
                 "targets (text) or target_ids (token ids) must be given", "targets"
             )
-        start = self.spec.decoder_start_ids
+        start = pair.start
         labels = target if start else target[1:]  # else the first token is what the decoder starts
         if not labels:
             least = "one token" if start else "two tokens: the first is not predicted"
@@ -208,14 +219,19 @@ class Inspector:
         """
         sources = self._sources(request)
         prefixes = self._prefixes(request)
+        openings = self._openings(
+            request, request.target_prefix is not None, request.target_prefix_ids is not None
+        )
         if len(prefixes) == 1:
             prefixes = prefixes * len(sources)
         if len(sources) == 1:
             sources = sources * len(prefixes)
         top_k = min(request.top_k, self.spec.tgt_vocab_size)
         return [
-            self._next(source, prefix, request.prefix_place(i), top_k)
-            for i, (source, prefix) in enumerate(zip(sources, prefixes, strict=True))
+            self._next(source, opening, prefix, request.prefix_place(i), top_k)
+            for i, (source, opening, prefix) in enumerate(
+                zip(sources, openings, prefixes, strict=True)
+            )
         ]
 
     def answer_next(self, event: ForwardEvent) -> NextResponse:
@@ -231,11 +247,15 @@ class Inspector:
         ]
         return NextResponse(tokens=tokens)
 
-    def _next(self, source: Source, prefix: list[int], place: str, top_k: int) -> Forward:
+    def _next(
+        self, source: Source, opening: Opening, prefix: list[int], place: str, top_k: int
+    ) -> Forward:
         if self.spec.source_is_target:  # as when generating: both sides see all of it
             grown = [*source.ids, *prefix]
-            return Forward(grown, self._fed(Pair(source, grown, source.place)), "last", top_k)
-        return Forward(source.ids, self._fed(Pair(source, prefix, place)), "last", top_k)
+            fed = self._fed(Pair(source, opening.start, grown, source.place))
+            return Forward(grown, fed, "last", top_k)
+        fed = self._fed(Pair(source, opening.start, [*opening.first, *prefix], place))
+        return Forward(source.ids, fed, "last", top_k)
 
     def _prefixes(self, request: NextRequest) -> list[list[int]]:
         if request.target_prefix is not None:
@@ -247,6 +267,29 @@ class Inspector:
             self.target.check(prefix, request.prefix_place(i))
         return prefixes
 
+    # --- /tokenize -------------------------------------------------------------------------------
+
+    def tokenize(self, request: TokenizeRequest) -> list[list[int]]:
+        """The ids of texts, with all that the model is given of them but the decoder start.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or a language is not known or not one of
+                this side.
+        """
+        texts = as_list(request.inputs)
+        src, tgt = Wish(request.src_lang, "src_lang"), Wish(request.tgt_lang, "tgt_lang")
+        if request.side == "target":
+            if src.code is not None:
+                raise InvalidRequestError('src_lang needs "side": "source"', "src_lang")
+            first = self.speech.opening(tgt, needed=True).first
+            return [[*first, *ids] for ids in self.target.encode_ended(texts, "inputs")]
+        of_target = self.languages is not None and self.languages.source_names == "tgt_lang"
+        if tgt.code is not None and self.languages is not None and not of_target:
+            raise InvalidRequestError('tgt_lang needs "side": "target"', "tgt_lang")
+        frame = self.speech.frame(src, tgt, text=True)
+        self.speech.opening(tgt)
+        return encode_sources(self.source, texts, [frame] * len(texts))
+
     # --- all of them -----------------------------------------------------------------------------
 
     def _pairs(self, request: TargetsRequest, ended: bool = False) -> list[Pair]:
@@ -257,19 +300,36 @@ class Inspector:
         """
         sources = self._sources(request)
         targets = self._targets(request, ended)
+        openings = self._openings(
+            request, request.target_texts is not None, request.target_id_lists is not None
+        )
         if targets is None:
-            return [Pair(source, None, source.place) for source in sources]
+            return [
+                Pair(source, opening.start, opening.first or None, source.place)
+                for source, opening in zip(sources, openings, strict=True)
+            ]
         if len(sources) == 1:
             sources = sources * len(targets)
         return [
-            Pair(source, target, request.target_place(i))
-            for i, (source, target) in enumerate(zip(sources, targets, strict=True))
+            Pair(source, opening.start, [*opening.first, *target], request.target_place(i))
+            for i, (source, opening, target) in enumerate(
+                zip(sources, openings, targets, strict=True)
+            )
+        ]
+
+    def _openings(
+        self, request: TargetsRequest | NextRequest, texts: bool, ids: bool
+    ) -> list[Opening]:
+        """What each answer's target begins with."""
+        return [
+            self.speech.opening(_wish(request, "tgt_lang", i), ids=ids, needed=texts)
+            for i in range(request.answers)
         ]
 
     def _targets(self, request: TargetsRequest, ended: bool) -> list[list[int]] | None:
         if (texts := request.target_texts) is not None:
             if ended:
-                return self.target.need_tokenizer("targets").encode(texts)
+                return self.target.encode_ended(texts, "targets")
             return self.target.encode_open(texts, "targets")
         if (ids := request.target_id_lists) is None:
             return None
@@ -282,7 +342,7 @@ class Inspector:
         target = pair.target
         if target is None:
             target = pair.source.ids if self.spec.source_is_target else []
-        fed = [*self.spec.decoder_start_ids, *target]
+        fed = [*pair.start, *target]
         if not fed:
             raise InvalidRequestError(f"{pair.place} must have at least one token", pair.place)
         if len(fed) > self.spec.max_tgt:
@@ -293,14 +353,31 @@ class Inspector:
             )
         return fed
 
+    def _check_one_language_each(self, request: TargetsRequest | NextRequest) -> None:
+        """Several targets of one source share what the source says of their language."""
+        if isinstance(request.tgt_lang, list) and len(request.tgt_lang) != request.count:
+            raise InvalidRequestError(
+                "tgt_lang must be one language for one input: this model's sources name it",
+                "tgt_lang",
+            )
+
     def _sources(self, request: TargetsRequest | NextRequest) -> list[Source]:
         indices = range(request.count)
+        text = request.texts is not None
+        if self.languages and self.languages.source_names == "tgt_lang" and text:
+            self._check_one_language_each(request)
         sources = read_sources(
             self.source,
             self.spec,
             request.texts,
             request.id_lists,
             [request.place(i) for i in indices],
+            frames=[
+                self.speech.frame(
+                    _wish(request, "src_lang", i), _wish(request, "tgt_lang", i), text=text
+                )
+                for i in indices
+            ],
         )
         for source in sources:
             if not source.ids:
@@ -308,6 +385,14 @@ class Inspector:
                     f"{source.place} must have at least one token here, got none", source.place
                 )
         return sources
+
+
+def _wish(request: TargetsRequest | NextRequest, name: str, index: int) -> Wish:
+    """The language of an input, or of an answer."""
+    given = getattr(request, name)
+    if isinstance(given, list):
+        return Wish(given[index], f"{name}[{index}]")
+    return Wish(given, name)
 
 
 def logits_as_json(event: ForwardEvent) -> dict[str, Any]:

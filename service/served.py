@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -66,7 +66,9 @@ class ServedModel:
     def inspector(self) -> Inspector:
         network = cast("Transformer", self.loaded.network)
         spec, generator = self.loaded.spec, self.generator
-        return Inspector(spec, generator.source, generator.target, network.heads)
+        return Inspector(
+            spec, generator.source, generator.target, network.heads, generator.languages
+        )
 
     def vocabulary(self, side: Side) -> Vocabulary:
         """The encoder's or the decoder's."""
@@ -94,6 +96,7 @@ class ServedModel:
             max_target_tokens=spec.max_tgt,
             default_max_new_tokens=spec.default_max_new_tokens,
             generation_defaults=spec.defaults.stated,
+            **languages_of(loaded),
             source_is_target=spec.source_is_target,
             source_tokenizer=loaded.source_tokenizer is not None,
             target_tokenizer=loaded.target_tokenizer is not None,
@@ -247,7 +250,18 @@ def generator_of(loaded: LoadedModel) -> Generator:
         spec,
         Vocabulary("source", spec.src_vocab_size, loaded.source_tokenizer),
         Vocabulary("target", spec.tgt_vocab_size, loaded.target_tokenizer),
+        loaded.languages,
     )
+
+
+def languages_of(loaded: LoadedModel) -> dict[str, Any]:
+    """What /info and `seqserve info` say of a model's languages."""
+    languages = loaded.languages
+    return {
+        "languages": list(languages.ids) if languages else [],
+        "default_src_lang": languages.default_src if languages else None,
+        "default_tgt_lang": languages.default_tgt if languages else None,
+    }
 
 
 def batches(figures: StepFigures) -> Batches:

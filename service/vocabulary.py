@@ -10,6 +10,7 @@ from typing import Literal
 from model.config import ModelSpec
 from model.tokenizer import SPECIAL_TOKENS, Tokenizer
 from seqserve.errors import InvalidRequestError
+from service.languages import Frame
 
 Side = Literal["source", "target"]
 
@@ -57,19 +58,37 @@ class Vocabulary:
         fits = (n for n in heads if [*self.frame[:n], *bare, *self.frame[n:]] == framed)
         return self.frame[next(fits, 0) :]
 
+    @property
+    def around(self) -> Frame:
+        """The frame, before a text and behind it."""
+        return Frame(self.frame[: len(self.frame) - len(self.tail)], self.tail)
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that add no text."""
         if self.tokenizer is None:
             return frozenset()
         names = {id: self.tokenizer.token(id) for id in range(self.tokenizer.vocab_size)}
-        reserved = (id for id, name in names.items() if name in SPECIAL_TOKENS)
+        reserved = {id for id, name in names.items() if name in SPECIAL_TOKENS}
+        if self.tokenizer.languages:
+            reserved |= set(self.tokenizer.languages.ids.values())
         return frozenset(id for id in reserved if not self.tokenizer.decode([id]))
 
     def encode_open(self, texts: Sequence[str], param: str) -> list[list[int]]:
-        """Ids of each text without what would end it."""
-        encoded = self.need_tokenizer(param).encode(texts)
+        """Ids of each text without what would end it, nor a language's token before it."""
+        tokenizer = self.need_tokenizer(param)
+        if tokenizer.languages:
+            return tokenizer.encode(texts, framed=False)
+        encoded = tokenizer.encode(texts)
         return [ids[: len(ids) - len(self.tail)] for ids in encoded]
+
+    def encode_ended(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        """Ids of each text with what ends it, but without a language's token before it."""
+        tokenizer = self.need_tokenizer(param)
+        if tokenizer.languages is None:
+            return tokenizer.encode(texts)
+        end = tokenizer.languages.eos_id
+        return [[*ids, end] for ids in tokenizer.encode(texts, framed=False)]
 
     def encode_bare(self, texts: Sequence[str], param: str) -> list[list[int]]:
         """Ids of each text and nothing else."""
@@ -121,6 +140,7 @@ def read_sources(
     id_lists: Sequence[list[int]],
     places: Sequence[str],
     truncate: Sequence[int | None] | None = None,
+    frames: Sequence[Frame | None] | None = None,
 ) -> list[Source]:
     """Check and encode the inputs of a request.
 
@@ -128,35 +148,50 @@ def read_sources(
         texts: the inputs as texts, or None: `id_lists` are taken as given.
         places: how an error message calls each input.
         truncate: tokens to cut each source to; None where the endpoint does not cut.
+        frames: what a language puts around each text; None where the tokenizer puts it.
 
     Raises:
         InvalidRequestError: text without a tokenizer, ids outside the vocabulary, or a source
             longer than the model takes.
     """
-    if texts is not None:
-        encoded = vocabulary.need_tokenizer("inputs").encode(texts)
-        empty, tail = vocabulary.frame, vocabulary.tail
-    else:
-        encoded, empty, tail = list(id_lists), [], []
+    if texts is None:
+        encoded, around = list(id_lists), [NOTHING] * len(id_lists)
         for ids, place in zip(encoded, places, strict=True):
             vocabulary.check(ids, place)
-    cuts = [
-        cut_source(ids, tail, length)
-        for ids, length in zip(encoded, truncate or [None] * len(encoded), strict=True)
-    ]
-    sources = [
-        Source(
-            cut,
-            place,
-            blank=ids == empty,
-            truncated=len(cut) < len(ids),
-            unknown=_unknown(cut, spec),
+    else:
+        encoded = encode_sources(vocabulary, texts, frames)
+        around = [frame or vocabulary.around for frame in frames or [None] * len(texts)]
+    sources = []
+    lengths = truncate or [None] * len(encoded)
+    for ids, frame, length, place in zip(encoded, around, lengths, places, strict=True):
+        cut = cut_source(ids, frame.tail, length)
+        sources.append(
+            Source(
+                cut,
+                place,
+                blank=ids == [*frame.head, *frame.tail],
+                truncated=len(cut) < len(ids),
+                unknown=_unknown(cut, spec),
+            )
         )
-        for cut, ids, place in zip(cuts, encoded, places, strict=True)
-    ]
     for source in sources:
         _check_length(source, spec, "; parameters.truncate cuts it" if truncate else "")
     return sources
+
+
+NOTHING = Frame([], [])
+
+
+def encode_sources(
+    vocabulary: Vocabulary, texts: Sequence[str], frames: Sequence[Frame | None] | None
+) -> list[list[int]]:
+    """The ids of source texts, with what a language, or else the tokenizer, puts around them."""
+    tokenizer = vocabulary.need_tokenizer("inputs")
+    given = [frame for frame in frames or () if frame is not None]
+    if not given:
+        return tokenizer.encode(texts)
+    encoded = tokenizer.encode(texts, framed=False)
+    return [[*frame.head, *ids, *frame.tail] for ids, frame in zip(encoded, given, strict=True)]
 
 
 def _check_length(source: Source, spec: ModelSpec, hint: str) -> None:

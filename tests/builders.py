@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model.families import marian, t5
+from model.families import m2m_100, marian, t5
 from model.families.seqserve import TransformerConfig, build
 from model.layers import SinusoidalPositions
 from model.tokenizer import build_tokenizer
@@ -148,6 +148,43 @@ def make_marian_model(directory: Path, seed: int = 0, **generation: Any) -> Path
                 hard_vocab_limit=False,
                 minloglevel=2,
             )
+    return directory
+
+
+def make_m2m_model(directory: Path, seed: int = 0, **settings: Any) -> Path:
+    """A directory as M2M100 is published: 100 languages behind a small vocabulary.
+
+    Args:
+        seed: of the weights.
+        settings: of `tokenizer_config.json`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁b", "a", "b"]
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+    sizes |= {"d_model": 16, "max_position_embeddings": 40, "vocab_size": len(tokens) + 108}
+    config = {"model_type": "m2m_100", **sizes}
+    plan = m2m_100.blueprint(config, {}, None)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        plan.names[name]: torch.randn(parameter.shape, generator=draw) / parameter.shape[-1] ** 0.5
+        for name, parameter in plan.network.named_parameters()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, **config)
+    (directory / "vocab.json").write_text(json.dumps({t: id for id, t in enumerate(tokens)}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "M2M100Tokenizer", **settings})
+    )
+    with (directory / "sentencepiece.bpe.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b ab ba", "aab bba ab"] * 20),
+            model_writer=file,
+            vocab_size=7,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
     return directory
 
 

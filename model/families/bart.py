@@ -31,6 +31,7 @@ from torch import nn
 from model.checkpoint import ModelError
 from model.layers import Embedding, LayerNorm, LearnedPositions, PostNorm, PreNorm
 from model.loader import Blueprint, read_config
+from model.multilingual import json_tokenizer
 from model.pretrained import (
     Options,
     Shape,
@@ -161,7 +162,7 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         return JsonTokenizer.load(sides[0]), JsonTokenizer.load(sides[1])
     config = read_config(directory)
     if (directory / "tokenizer.json").exists():
-        both: Tokenizer = JsonTokenizer.load(directory / "tokenizer.json")
+        both: Tokenizer = json_tokenizer(directory / "tokenizer.json")
         return both, both
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
         both = byte_level(directory / "vocab.json", directory / "merges.txt")

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 
 from model.checkpoint import ModelError
 from model.layers import Embedding, FixedPositions, LayerNorm, PreNorm
-from model.loader import Blueprint
+from model.loader import Blueprint, read_object
+from model.multilingual import (
+    M2M100,
+    PieceTokenizer,
+    convention_of,
+    json_tokenizer,
+    need_ids,
+    read_settings,
+    speak,
+)
 from model.pretrained import (
     Options,
     Shape,
@@ -45,7 +54,7 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import JsonTokenizer, Tokenizer
+from model.tokenizer import BOS, EOS, PAD, UNK, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("m2m_100",)
@@ -148,8 +157,52 @@ def tensor_names(shape: Shape, network: Transformer, tables: Tables) -> dict[str
     return names
 
 
+# --- tokenizers ----------------------------------------------------------------------------------
+
+CODES = {
+    "m2m100": (
+        "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd "
+        "gl gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg "
+        "mk ml mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw "
+        "ta th tl tn tr uk ur uz vi wo xh yi yo zh zu"
+    ),
+    "wmt21": "en ha is ja cs ru zh de",
+}
+"""Languages by `language_codes` of `tokenizer_config.json`; their tokens follow the vocabulary in
+this order, no file of the older models holds them."""
+
+
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
-    """See `model.loader.Family.tokenizers`: `tokenizer.json`, for both sides."""
+    """See `model.loader.Family.tokenizers`.
+
+    In order of preference: `tokenizer.json`, `vocab.json` with `sentencepiece.bpe.model`; each for
+    both sides.
+    """
     path = directory / "tokenizer.json"
-    both = JsonTokenizer.load(path) if path.exists() else None
+    pieces, vocab = directory / "sentencepiece.bpe.model", directory / "vocab.json"
+    both: Tokenizer | None = None
+    if path.exists():
+        both = json_tokenizer(path)
+    elif pieces.exists() and vocab.exists():
+        both = by_pieces(pieces, vocab)
     return both, both
+
+
+def by_pieces(path: Path, vocab: Path) -> PieceTokenizer:
+    """M2M100's and SMaLL-100's own: a vocabulary, and languages behind it."""
+    vocabulary = read_object(vocab)
+    if not all(isinstance(id, int) and id >= 0 for id in vocabulary.values()):
+        raise ModelError(f"{vocab}: expected tokens with their ids")
+    need_ids(vocab, vocabulary, EOS, UNK)
+    settings = read_settings(path.parent)
+    kind = settings.get("language_codes", "m2m100")
+    if kind not in CODES:
+        raise ModelError(
+            f"{path.parent / 'tokenizer_config.json'}: language_codes must be one of "
+            f"{', '.join(CODES)}, got {kind!r}"
+        )
+    ids = {code: len(vocabulary) + i for i, code in enumerate(CODES[kind].split())}
+    languages = speak(convention_of(settings) or M2M100, ids, vocabulary[EOS], settings)
+    special = [vocabulary[token] for token in (PAD, BOS, EOS, UNK) if token in vocabulary]
+    names = {f"__{code}__": id for code, id in ids.items()}
+    return PieceTokenizer(path, vocabulary, special, languages, names)

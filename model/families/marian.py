@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from model.checkpoint import ModelError
+from model.languages import Languages
 from model.layers import (
     Embedding,
     FixedPositions,
@@ -149,6 +150,7 @@ class MarianTokenizer:
     """
 
     suffix = ".json"
+    languages: Languages | None = None  # a code is part of the text
 
     def __init__(
         self,

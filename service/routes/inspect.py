@@ -202,9 +202,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     check_count(request, "inputs", len(texts))
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("inputs")
+    inspector = models_of(request).get(body.model).inspector
 
     def write() -> bytes:
-        encoded = tokenizer.encode(texts)
+        encoded = inspector.tokenize(body)
         answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
         return dump_json(answers if isinstance(body.inputs, list) else answers[0])
 

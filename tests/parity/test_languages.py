@@ -1,0 +1,282 @@
+"""Languages of NLLB, M2M100, SMaLL-100, mBART and mBART-50 against the reference's tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+
+from model.config import EngineConfig
+from model.engine import Engine
+from model.loader import LoadedModel, load_model
+from seqserve.schemas import GenerateRequest, ScoreRequest, TokenizeRequest
+from service.inspection import Inspector
+from service.served import generator_of
+from tests.parity.checkpoints import SIZES, cut, enliven
+
+transformers = pytest.importorskip("transformers", reason="the reference is not installed")
+
+WORDS = ["the", "moon", "Über", "ça", "42", "don't", "reads", "日本", "مرحبا", ",", "🙂", "river"]
+TEXTS = ["moon", " the  moon ", "Über, ça!", "a\nb\tc", "日本 42", "eng Latn", "x" * 50]
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 10))) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SentencePiece model."""
+    path = tmp_path_factory.mktemp("pieces") / "sentencepiece.bpe.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences(400, 0)),
+            model_writer=file,
+            vocab_size=90,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    return path
+
+
+def processor_of(pieces: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+
+
+def scored(pieces: Path) -> list[tuple[str, float]]:
+    spm = processor_of(pieces)
+    return [(spm.id_to_piece(i), spm.get_score(i)) for i in range(spm.get_piece_size())]
+
+
+def nllb(directory: Path, pieces: Path, **settings: Any) -> Any:
+    spm = scored(pieces)
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in spm[3:])]
+    letters = [t for t in tokens if len(t) == 1]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, *letters]))}
+    tokenizer = transformers.NllbTokenizer(vocab=vocab, merges=[], **settings)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def m2m100(directory: Path, pieces: Path, **settings: Any) -> Any:
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in scored(pieces)[3:-5])]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    tokenizer = transformers.M2M100Tokenizer(str(directory / "vocab.json"), str(pieces), **settings)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def mbart50(directory: Path, pieces: Path, **settings: Any) -> Any:
+    tokenizer = transformers.MBart50Tokenizer(vocab=scored(pieces), **settings)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def mbart(directory: Path, pieces: Path, **settings: Any) -> Any:
+    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    vocab = [*special, *scored(pieces)[3:]]
+    tokenizer = transformers.MBartTokenizer(vocab=vocab, **settings)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+KINDS: dict[str, Any] = {
+    "nllb": (nllb, {}),
+    "nllb-legacy": (nllb, {"legacy_behaviour": True}),
+    "m2m100": (m2m100, {}),
+    "m2m100-wmt21": (m2m100, {"language_codes": "wmt21"}),
+    "mbart": (mbart, {}),
+    "mbart-50": (mbart50, {}),
+}
+LANGUAGES = {
+    "nllb": ("fra_Latn", "zho_Hans", "eng_Latn"),
+    "m2m100": ("ja", "de", "en"),
+    "mbart": ("ro_RO", "ja_XX", "en_XX"),
+}
+
+
+def languages(kind: str) -> tuple[str, ...]:
+    return LANGUAGES[kind.split("-")[0]]
+
+
+def save(directory: Path, kind: str, pieces: Path, **options: Any) -> tuple[Any, Any]:
+    """A whole model directory; the reference's tokenizer and network."""
+    make, settings = KINDS[kind]
+    tokenizer = make(directory, pieces, **settings)
+    sizes = (
+        SIZES
+        | {"vocab_size": len(tokenizer.get_vocab()) + 108, "decoder_start_token_id": 2}
+        | options
+    )
+    if kind.startswith("mbart"):
+        config = transformers.MBartConfig(**sizes, scale_embedding=True)
+        network = transformers.MBartForConditionalGeneration(config)
+    else:
+        network = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
+    network = enliven(network.eval(), 3)
+    network.save_pretrained(directory)
+    return tokenizer, network
+
+
+def inspector_of(model: LoadedModel) -> Inspector:
+    generator = generator_of(model)
+    network: Any = model.network
+    return Inspector(model.spec, generator.source, generator.target, network.heads, model.languages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_source_ids_equal_the_reference_tokenizer_s(
+    kind: str, pieces: Path, tmp_path: Path
+) -> None:
+    tokenizer, _ = save(tmp_path, kind, pieces)
+    model = load_model(tmp_path, "cpu")
+    inspector = inspector_of(model)
+    texts = TEXTS + sentences(1000, 1)
+    for code in languages(kind):
+        tokenizer.src_lang = code
+        expected = tokenizer(texts)["input_ids"]
+        request = TokenizeRequest(inputs=texts, src_lang=code)
+        assert inspector.tokenize(request) == expected
+    assert model.source_tokenizer is not None
+    assert model.languages is not None
+    codes = set(model.languages.ids.values())
+    for ids in expected:
+        text = tokenizer.decode([id for id in ids if id not in codes], skip_special_tokens=True)
+        assert model.source_tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_languages_of_the_reference_are_known(kind: str, pieces: Path, tmp_path: Path) -> None:
+    tokenizer, _ = save(tmp_path, kind, pieces)
+    found = load_model(tmp_path, "cpu").languages
+    assert found is not None
+    assert len(found.ids) == {"nllb": 202, "m2m100": 100, "mbart": 25}.get(
+        kind.removesuffix("-legacy"), 8 if "wmt" in kind else 52
+    )
+    token = "__{}__" if kind.startswith("m2m") else "{}"
+    for code, id in found.ids.items():
+        assert tokenizer.convert_tokens_to_ids(token.format(code)) == id
+    assert found.find("__en__") == (found.ids["en"] if kind.startswith("m2m") else None)
+    assert found.default_src == languages(kind)[-1]
+    assert found.default_tgt is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_of_a_batch_is_in_its_own_languages(
+    kind: str, pieces: Path, tmp_path: Path
+) -> None:
+    tokenizer, network = save(tmp_path, kind, pieces)
+    model = load_model(tmp_path, "cpu")
+    codes = languages(kind)
+    texts = sentences(6, 2)
+    pairs = [(codes[i % 3], codes[(i + 1 + i // 3) % 3]) for i in range(6)]
+    for beams in (1, 3):
+        parameters = [
+            {"src_lang": src, "tgt_lang": tgt, "num_beams": beams, "max_new_tokens": 12}
+            for src, tgt in pairs
+        ]
+        generator = generator_of(model)
+        plans = generator.plan(
+            GenerateRequest.model_validate({"inputs": texts, "parameters": parameters})
+        )
+        engine = Engine(model, EngineConfig())
+        for plan in plans:
+            engine.submit(plan.sequences[0])
+        found = {e.sequence: e.hypotheses for e in engine.run() if getattr(e, "hypotheses", ())}
+        for plan, text, (src, tgt) in zip(plans, texts, pairs, strict=True):
+            tokenizer.src_lang = src
+            token = f"__{tgt}__" if kind.startswith("m2m") else tgt
+            answer = network.generate(
+                **tokenizer(text, return_tensors="pt"),
+                forced_bos_token_id=tokenizer.convert_tokens_to_ids(token),
+                num_beams=beams,
+                max_new_tokens=12,
+            )
+            expected = cut(answer[0, 1:].tolist(), 2)
+            row = plan.sequences[0]
+            tokens = list(found[row][0].tokens) if beams > 1 else row.tokens
+            assert tokens == expected
+            assert tokens[0] == tokenizer.convert_tokens_to_ids(token)
+
+
+def test_a_model_whose_decoder_starts_with_a_language_starts_with_the_one_asked_for(
+    pieces: Path, tmp_path: Path
+) -> None:
+    tokenizer = mbart(tmp_path / "t", pieces)
+    romanian, japanese = (tokenizer.convert_tokens_to_ids(c) for c in ("ro_RO", "ja_XX"))
+    _, network = save(tmp_path, "mbart", pieces, decoder_start_token_id=romanian)
+    model = load_model(tmp_path, "cpu")
+    assert model.languages is not None
+    assert model.languages.default_tgt == "ro_RO"
+    tokenizer.src_lang = "en_XX"
+    for code, id in ((None, romanian), ("ja_XX", japanese)):
+        [plan] = generator_of(model).plan(
+            GenerateRequest.model_validate(
+                {"inputs": "the moon", "parameters": {"tgt_lang": code, "max_new_tokens": 9}}
+            )
+        )
+        row = plan.sequences[0]
+        assert row.prefix == [id]
+        engine = Engine(model, EngineConfig())
+        engine.submit(row)
+        list(engine.run())
+        ids = tokenizer("the moon", return_tensors="pt")
+        answer = network.generate(
+            **ids,
+            decoder_start_token_id=id,
+            max_new_tokens=9,
+            num_beams=1,
+        )
+        assert row.tokens == cut(answer[0, 1:].tolist(), 2)
+
+
+def test_small_100_names_the_target_in_the_source_alone(pieces: Path, tmp_path: Path) -> None:
+    save(tmp_path, "m2m100", pieces)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "SMALL100Tokenizer"}
+    path.write_text(json.dumps(settings))
+    model = load_model(tmp_path, "cpu")
+    assert model.languages is not None
+    german = model.languages.ids["de"]
+    [plan] = generator_of(model).plan(
+        GenerateRequest.model_validate(
+            {"inputs": "moon", "parameters": {"src_lang": "en", "tgt_lang": "de"}}
+        )
+    )
+    [row] = plan.sequences
+    assert (row.src[0], row.src[-1], row.prefix) == (german, 2, [2])
+    assert row.decoding.forced_bos_token_id == -1
+    [scored] = inspector_of(model).plan_score(
+        ScoreRequest(inputs="moon", targets="moon", tgt_lang="de")
+    )
+    assert scored.src == row.src
+    assert german not in (scored.labels or [])
+
+
+def test_files_that_name_no_class_are_read_by_their_frame(pieces: Path, tmp_path: Path) -> None:
+    for kind, before in (("nllb", True), ("nllb-legacy", False), ("mbart-50", True)):
+        save(tmp_path / kind, kind, pieces)
+        (tmp_path / kind / "tokenizer_config.json").unlink()
+        found = load_model(tmp_path / kind, "cpu").languages
+        assert found is not None
+        assert found.before is before
+
+
+def test_a_default_target_is_what_the_model_forces(pieces: Path, tmp_path: Path) -> None:
+    save(tmp_path, "mbart-50", pieces)
+    path = tmp_path / "generation_config.json"
+    before = load_model(tmp_path, "cpu").languages
+    assert before is not None
+    forced = {"forced_bos_token_id": before.ids["ja_XX"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | forced))
+    found = load_model(tmp_path, "cpu").languages
+    assert found is not None
+    assert found.default_tgt == "ja_XX"
