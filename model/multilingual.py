@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import tokenizers as backends
 
 from model.checkpoint import ModelError
 from model.languages import Languages, codes_among
 from model.loader import read_object
-from model.tokenizer import EOS, UNK, JsonTokenizer
+from model.tokenizer import BOS, EOS, PAD, UNK, JsonTokenizer, SentencePieceTokenizer
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,18 @@ CLASSES = {
     "M2M100Tokenizer": M2M100,
     "SMALL100Tokenizer": replace(M2M100, names_target=True),
 }
+
+
+MBART_CODES = (
+    "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR "
+    "lt_LT lv_LV my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN"
+)
+MBART50_CODES = (
+    f"{MBART_CODES} "
+    "af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL "
+    "ps_AF pt_XX sv_SE sw_KE ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI"
+)
+"""Languages in the order of their ids, which SentencePiece models do not hold."""
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -119,17 +130,56 @@ def _codes(backend: backends.Tokenizer, pattern: re.Pattern[str]) -> dict[str, i
     return ids or codes_among(backend.get_vocab().items(), pattern)
 
 
+def fairseq_tokenizer(path: Path) -> PieceTokenizer:
+    """A SentencePiece model with fairseq's ids: four special tokens, pieces, languages, `<mask>`.
+
+    The first three of SentencePiece's own ids are fairseq's special tokens in another order and
+    with `<pad>` among them, so that a piece's id is one more than SentencePiece says.
+
+    Raises:
+        ValueError: the file holds no SentencePiece model.
+        ModelError: no file names the languages.
+    """
+    settings = read_settings(path.parent)
+    convention = convention_of(settings) or CLASSES["MBartTokenizer"]
+    pieces = SentencePieceTokenizer.load(path)
+    size = pieces.vocab_size
+    vocabulary = {token: id for id, token in enumerate((BOS, PAD, EOS, UNK))}
+    vocabulary |= {pieces.token(id): id + 1 for id in range(3, size)}
+    codes = _stated_codes(path.parent, convention, settings)
+    ids = {code: size + 1 + i for i, code in enumerate(codes)}
+    languages = speak(convention, ids, vocabulary[EOS], settings)
+    names = {**ids, "<mask>": size + 1 + len(ids)}
+    return PieceTokenizer(path, vocabulary, range(4), languages, names)
+
+
+def _stated_codes(
+    directory: Path, convention: Convention, settings: Mapping[str, Any]
+) -> Sequence[str]:
+    if convention.pattern is MBART.pattern:
+        return (MBART50_CODES if convention.before else MBART_CODES).split()
+    path = directory / "special_tokens_map.json"
+    others = read_object(path) if path.is_file() else {}
+    for stated in (settings, others):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            tokens = stated.get(key) or []
+            found = [str(t) for t in tokens if convention.pattern.fullmatch(str(t))]
+            if found:
+                return found
+    raise ModelError(f"{path}: no additional_special_tokens that are languages")
+
+
 class PieceTokenizer:
     """SentencePiece cuts a text, a separate vocabulary gives the pieces their ids.
 
     Codes of languages have ids of their own; what the vocabulary does not hold is `<unk>`.
 
     Args:
-        cutter: SentencePiece model.
-        serialized: its file.
+        path: SentencePiece model.
         vocabulary: piece -> id.
-        special: ids that add no text, languages aside.
-        languages: of the tokens that are no pieces.
+        special: ids of it that add no text.
+        languages: what it has of them.
+        names: token -> id of those, and of others that are no pieces and add no text.
     """
 
     suffix = ".spm"
@@ -142,13 +192,8 @@ class PieceTokenizer:
         languages: Languages,
         names: Mapping[str, int],
     ) -> None:
-        self._serialized = path.read_bytes()
-        if not self._serialized:  # the library takes this for a model to be loaded later
-            raise ValueError(f"{path}: not a SentencePiece model: the file is empty")
-        try:
-            self._cutter = sentencepiece.SentencePieceProcessor(model_proto=self._serialized)
-        except RuntimeError as error:
-            raise ValueError(f"{path}: not a SentencePiece model: {error}") from error
+        self._file = SentencePieceTokenizer.load(path)
+        self._cutter = self._file.backend
         self.languages: Languages | None = languages
         self.unk_id = vocabulary[UNK]
         self._vocabulary = vocabulary
@@ -184,7 +229,7 @@ class PieceTokenizer:
         raise KeyError(f"id {id} is not in the vocabulary of {self.vocab_size}")
 
     def save(self, path: Path) -> None:
-        path.write_bytes(self._serialized)
+        self._file.save(path)
 
 
 def need_ids(path: Path, vocabulary: Mapping[str, int], *tokens: str) -> None:

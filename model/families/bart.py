@@ -31,7 +31,7 @@ from torch import nn
 from model.checkpoint import ModelError
 from model.layers import Embedding, LayerNorm, LearnedPositions, PostNorm, PreNorm
 from model.loader import Blueprint, read_config
-from model.multilingual import json_tokenizer
+from model.multilingual import fairseq_tokenizer, json_tokenizer
 from model.pretrained import (
     Options,
     Shape,
@@ -154,8 +154,9 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     """See `model.loader.Family.tokenizers`.
 
     In order of preference: `source_tokenizer.json` and `target_tokenizer.json`, for models whose
-    two sides differ; `tokenizer.json` for both; `vocab.json` with `merges.txt`, as older
-    checkpoints have it; `grapheme_chars` and `phoneme_chars` in `config.json`.
+    two sides differ; `tokenizer.json` for both; `sentencepiece.bpe.model`, mBART's; `vocab.json`
+    with `merges.txt`, as older checkpoints have it; `grapheme_chars` and `phoneme_chars` in
+    `config.json`.
     """
     sides = directory / "source_tokenizer.json", directory / "target_tokenizer.json"
     if all(path.exists() for path in sides):
@@ -163,6 +164,9 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     config = read_config(directory)
     if (directory / "tokenizer.json").exists():
         both: Tokenizer = json_tokenizer(directory / "tokenizer.json")
+        return both, both
+    if (directory / "sentencepiece.bpe.model").exists():
+        both = fairseq_tokenizer(directory / "sentencepiece.bpe.model")
         return both, both
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
         both = byte_level(directory / "vocab.json", directory / "merges.txt")

@@ -32,6 +32,7 @@ from model.multilingual import (
     M2M100,
     PieceTokenizer,
     convention_of,
+    fairseq_tokenizer,
     json_tokenizer,
     need_ids,
     read_settings,
@@ -175,8 +176,8 @@ this order, no file of the older models holds them."""
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     """See `model.loader.Family.tokenizers`.
 
-    In order of preference: `tokenizer.json`, `vocab.json` with `sentencepiece.bpe.model`; each for
-    both sides.
+    In order of preference: `tokenizer.json`, `vocab.json` with `sentencepiece.bpe.model` (M2M100,
+    SMaLL-100), `sentencepiece.bpe.model` alone (NLLB); each for both sides.
     """
     path = directory / "tokenizer.json"
     pieces, vocab = directory / "sentencepiece.bpe.model", directory / "vocab.json"
@@ -185,6 +186,8 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         both = json_tokenizer(path)
     elif pieces.exists() and vocab.exists():
         both = by_pieces(pieces, vocab)
+    elif pieces.exists():
+        both = fairseq_tokenizer(pieces)
     return both, both
 
 

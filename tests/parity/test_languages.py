@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import sentencepiece
 import torch
 
+from model.checkpoint import ModelError
 from model.config import EngineConfig
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
+from model.multilingual import MBART_CODES
 from seqserve.schemas import GenerateRequest, ScoreRequest, TokenizeRequest
 from service.inspection import Inspector
 from service.served import generator_of
@@ -81,7 +84,8 @@ def mbart50(directory: Path, pieces: Path, **settings: Any) -> Any:
 
 def mbart(directory: Path, pieces: Path, **settings: Any) -> Any:
     special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocab = [*special, *scored(pieces)[3:]]
+    codes = [(code, 0.0) for code in [*MBART_CODES.split(), "<mask>"]]  # as published
+    vocab = [*special, *scored(pieces)[3:], *codes]
     tokenizer = transformers.MBartTokenizer(vocab=vocab, **settings)
     tokenizer.save_pretrained(directory)
     return tokenizer
@@ -268,6 +272,46 @@ def test_files_that_name_no_class_are_read_by_their_frame(pieces: Path, tmp_path
         found = load_model(tmp_path / kind, "cpu").languages
         assert found is not None
         assert found.before is before
+
+
+@pytest.mark.parametrize("kind", ["mbart", "mbart-50"])
+def test_a_sentencepiece_model_alone_gives_the_same_ids(
+    kind: str, pieces: Path, tmp_path: Path
+) -> None:
+    tokenizer, _ = save(tmp_path, kind, pieces)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(pieces, tmp_path)
+    model = load_model(tmp_path, "cpu")
+    texts = [*sentences(1000, 4), "", "a  b", " c", "don't </s> stop"]
+    for code in languages(kind):
+        tokenizer.src_lang = code
+        found = inspector_of(model).tokenize(TokenizeRequest(inputs=texts, src_lang=code))
+        assert found[:-1] == tokenizer(texts[:-1])["input_ids"]
+        assert found[-1].count(2) == 1
+    assert model.languages is not None
+    for code, id in model.languages.ids.items():
+        assert tokenizer.convert_tokens_to_ids(code) == id
+    assert model.source_tokenizer is not None
+    assert model.source_tokenizer.decode(found[0]) == texts[0]
+
+
+def test_an_nllb_with_a_sentencepiece_model_alone_takes_its_codes_from_its_files(
+    pieces: Path, tmp_path: Path
+) -> None:
+    save(tmp_path, "nllb", pieces)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(pieces, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = {"tokenizer_class": "NllbTokenizer"}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="no additional_special_tokens that are languages"):
+        load_model(tmp_path, "cpu")
+    codes = {"additional_special_tokens": ["ace_Arab", "eng_Latn"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(codes))
+    found = load_model(tmp_path, "cpu").languages
+    assert found is not None
+    size = processor_of(pieces).get_piece_size()
+    assert found.ids == {"ace_Arab": size + 1, "eng_Latn": size + 2}
 
 
 def test_a_default_target_is_what_the_model_forces(pieces: Path, tmp_path: Path) -> None:
