@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.checkpoint import ModelError
+from model.languages import Languages
 from model.layers import (
     Activation,
     Embedding,
@@ -387,6 +388,8 @@ class SentinelTokenizer:
         sentinels: ids by name.
     """
 
+    languages: Languages | None = None  # a task's prefix names them, in the text
+
     def __init__(
         self, inner: SentencePieceTokenizer | ByteTokenizer, sentinels: Mapping[str, int]
     ) -> None:
@@ -421,6 +424,8 @@ class SentinelTokenizer:
 
 class ByteTokenizer:
     """ByT5's: the bytes of UTF-8, each 3 higher, and `</s>`."""
+
+    languages: Languages | None = None
 
     suffix = ".json"
     unk_id = 2
