@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+import seqserve.calls
 import seqserve.client
 from model.loader import load_model
 from seqserve import AsyncClient, Client, GenerationParameters
-from seqserve.client import Attention, Logits, read_safetensors
+from seqserve.calls import Attention, Logits, read_safetensors
 from seqserve.errors import (
     ERRORS,
     DeadlineError,
@@ -259,7 +260,7 @@ async def test_logits_are_lists_where_numpy_is_not_installed(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = await client.logits("hello", ["HH", "W"], positions="all")
-    monkeypatch.setattr(seqserve.client.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(seqserve.calls.importlib.util, "find_spec", lambda _: None)
     lists = await client.logits("hello", ["HH", "W"], positions="all")
     for array, plain in zip(arrays, lists, strict=True):
         assert isinstance(plain.logits, list)
@@ -337,7 +338,7 @@ async def test_attention_is_lists_where_numpy_is_not_installed(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = await client.attention("hello", ["HH", "W K"])
-    monkeypatch.setattr(seqserve.client.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(seqserve.calls.importlib.util, "find_spec", lambda _: None)
     lists = await client.attention("hello", ["HH", "W K"])
     for array, plain in zip(arrays, lists, strict=True):
         assert isinstance(plain, Attention)
