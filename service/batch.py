@@ -12,7 +12,8 @@ from model.engine import Engine
 from model.sequence import Event, FailureEvent, Sequence, TokenEvent
 from seqserve.errors import GenerationFailedError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse
-from service.generation import Generator, Plan
+from service.generation import Generator
+from service.planning import Plan
 from service.runner import is_last, work_of
 
 Answer = GenerateResponse | SeqserveError

@@ -11,7 +11,7 @@ from seqserve.parameters import GenerationParameters
 SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"}
 SEARCH = {"num_beams", "length_penalty", "early_stopping"}
 ADDED = {"bad_words", "renormalize_logits"}
-"""Taken from the model whatever a request says: see `service.generation.Planner`."""
+"""Taken from the model whatever a request says: see `service.planning.Planner`."""
 
 
 def with_defaults(

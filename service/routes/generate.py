@@ -13,8 +13,8 @@ from model.sequence import Event, TokenEvent
 from seqserve.errors import ClientGoneError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse, StreamEvent
 from service.errors import envelope_of, responses
-from service.generation import Plan
 from service.numbers import dump_json
+from service.planning import Plan
 from service.routes.common import (
     BYTES_PER_TOKEN,
     NUMBERS_PER_TOKEN,

@@ -91,12 +91,20 @@ async def test_an_empty_source_does_not_run_the_model(api: Api) -> None:
 
 
 async def test_concurrent_requests_share_steps_and_keep_their_answers(api: Api) -> None:
+    async def batches() -> dict[str, Any]:
+        found: dict[str, Any] = (await api.client.get("/info")).json()["models"][0]["batches"]
+        return found
+
+    def shared(figures: dict[str, Any]) -> int:
+        return sum(steps for rows, steps in figures["histogram"].items() if rows != "1")
+
     alone = [await api.post("/generate", inputs=word) for word in WORDS]
+    before = await batches()
     together = await asyncio.gather(*(api.post("/generate", inputs=word) for word in WORDS))
+    after = await batches()
     assert list(together) == alone
-    batches = (await api.client.get("/info")).json()["models"][0]["batches"]
-    assert batches["max_rows"] > 1
-    assert sum(batches["histogram"].values()) == batches["steps"]
+    assert shared(after) > shared(before)
+    assert sum(after["histogram"].values()) == after["steps"]
 
 
 # --- details -------------------------------------------------------------------------------------
