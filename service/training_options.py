@@ -60,7 +60,13 @@ TRAINING = [
     _training(
         "average_decay", float, "0.9995", "Decay of the moving average of weights that is shipped."
     ),
-    _training("bfloat16", bool, "", "Run matrix products in bfloat16."),
+    _training("bfloat16", bool, "", "Run the network in bfloat16; weights stay float32."),
+    _training(
+        "start_from",
+        str,
+        "",
+        "Directory of a model of the same shape and vocabularies, whose weights to begin with.",
+    ),
     _training("evaluate_every", int, "1", "Epochs between evaluations on the dev sources."),
     _training("checkpoint_every", int, "500", "Steps between checkpoints."),
     _training("seed", int, "1", "Of the split, the weights, the data's order and dropout."),
