@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+UNLIKELY = 1e-3
+"""Of a token's smoothed probability, what it keeps where unsmoothing leaves it none."""
+
 Sublayer = Callable[[Tensor], Tensor]
 Activation = Callable[[Tensor], Tensor]
 
@@ -544,6 +547,32 @@ class BiasedOutput(nn.Module):
         """``[rows, dim]`` -> ``[rows, vocab]``."""
         logits: Tensor = self.projection(hidden)
         return logits + self.bias
+
+
+class UnsmoothedOutput(nn.Linear):
+    """An output layer that takes the label smoothing of its training back out.
+
+    A model trained on targets of ``(1 - s) p + s / vocab`` (section 5.4 of the paper) learns to say
+    that in place of ``p``: never sure, with some probability for every token. Solved for ``p``, its
+    probabilities are those of the data again. The order of tokens stays.
+
+    Args:
+        dim: width of the hidden states.
+        vocab_size: width of the logits.
+        smoothing: ``s``, the mass that was spread over the vocabulary.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, smoothing: float) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.smoothing = smoothing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., dim]`` -> ``[..., vocab]``."""
+        smoothed = super().forward(hidden).float().log_softmax(dim=-1)
+        spread = self.smoothing / self.out_features
+        unsmoothed = (smoothed.exp() - spread).clamp(min=0.0).log()
+        # A token with less than its share of the spread mass keeps a trace, and so its place.
+        return torch.maximum(unsmoothed, smoothed + math.log(UNLIKELY)).to(hidden.dtype)
 
 
 class ScaledOutput(nn.Module):

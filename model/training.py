@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class TrainingConfig:
         batch_tokens: rows x longest side of a batch, at most.
         learning_rate: the peak, reached after `warmup_steps` (at most a fifth of the run), then
             down a cosine to 0.
-        label_smoothing: mass spread over the vocabulary.
+        label_smoothing: mass spread over the vocabulary; taken back out of what is served.
         weight_decay: decoupled (AdamW), on matrices only.
         clip_norm: bound on the gradient's norm.
         average_decay: decay of the exponential moving average of the weights, which is shipped.
@@ -467,7 +467,8 @@ class Trainer:
         with replacing(self.out / "model.safetensors") as partial:
             save_file(tensors, partial)
             partial.chmod(0o644)  # the library writes for its owner only
-        write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(self.shape)})
+        served = replace(self.shape, undo_label_smoothing=self.config.label_smoothing)
+        write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(served)})
         self.source.save(self.out / f"source_tokenizer{self.source.suffix}")
         self.target.save(self.out / f"target_tokenizer{self.target.suffix}")
         report = {

@@ -54,7 +54,12 @@ TRAINING = [
     _training("batch_tokens", int, "2000", "Rows times longest side of a batch, at most."),
     _training("learning_rate", float, "0.001", "The peak, reached after --warmup-steps."),
     _training("warmup_steps", int, "1000", "Steps of rising learning rate; a cosine follows."),
-    _training("label_smoothing", float, "0.1", "Probability mass spread over the vocabulary."),
+    _training(
+        "label_smoothing",
+        float,
+        "0.1",
+        "Probability mass spread over the vocabulary; taken back out of what is served.",
+    ),
     _training("weight_decay", float, "0.01", "Decoupled (AdamW), on matrices only."),
     _training("clip_norm", float, "1", "Bound on the gradient's norm."),
     _training(

@@ -438,6 +438,29 @@ def test_the_export_loads_and_is_the_averaged_model(tmp_path: Path) -> None:
     assert len(report["evaluations"]) == 2
 
 
+def test_a_served_model_undoes_the_smoothing_it_was_trained_with(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(CONFIG, label_smoothing=0.2))
+    run.export()
+    ids = torch.tensor([[4, 5, 2]]), torch.tensor([[1, 4]])
+    smoothed = run.model.eval()(*ids)[0].softmax(dim=-1)
+    served = load_model(tmp_path, "cpu").network(*ids)[0].softmax(dim=-1)
+    vocab = run.shape.tgt_vocab_size
+    likely = smoothed > 0.25 / vocab
+    again = 0.8 * served + 0.2 / vocab
+    assert likely.any()
+    assert torch.allclose(again[likely], smoothed[likely], rtol=0.02)
+    assert not torch.allclose(served[likely], smoothed[likely], rtol=0.02)
+
+
+def test_a_run_starts_from_a_model_that_undoes_smoothing(tmp_path: Path) -> None:
+    trainer(tmp_path / "first", replace(CONFIG, label_smoothing=0.2), tie_output=False).export()
+    config = replace(CONFIG, label_smoothing=0.0, start_from=str(tmp_path / "first"))
+    second = trainer(tmp_path / "second", config, tie_output=False)
+    for name, weight in weights(tmp_path / "first").items():
+        assert torch.equal(second.model.get_parameter(name), weight), name
+    assert type(second.model.output) is torch.nn.Linear
+
+
 def test_files_of_an_export_are_readable_by_everyone(tmp_path: Path) -> None:
     trainer(tmp_path).export()
     for path in tmp_path.iterdir():
