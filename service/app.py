@@ -14,7 +14,9 @@ from fastapi.staticfiles import StaticFiles
 from model.loader import LoadedModel
 from seqserve import __version__
 from service.errors import install_error_handlers
+from service.metrics import Metrics
 from service.middleware import Frame
+from service.observation import Observed
 from service.routes import generate, inspect, operations
 from service.served import Models
 from service.settings import Settings
@@ -22,6 +24,8 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 SWAGGER_UI = Path(__file__).parent / "swagger_ui"
+
+OPENAPI = "/openapi.json"
 
 DESCRIPTION = """
 Inference for encoder-decoder Transformers, many callers at once.
@@ -64,14 +68,25 @@ def create_app(
         description=DESCRIPTION,
         version=__version__,
         lifespan=lifespan,
+        openapi_url=OPENAPI,
         docs_url=None,  # FastAPI's pages load their scripts from the internet
         redoc_url=None,
     )
+    metrics = Metrics(host)
     app.state.models = host
     app.state.settings = settings
+    app.state.metrics = metrics
+    routers = [routes.router for routes in (generate, inspect, operations)]
     app.add_middleware(Frame, root_path=settings.root_path, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(  # last, so outermost
+        Observed,
+        on_start=metrics.begin,
+        listeners=[metrics.observe],
+        root_path=settings.root_path,
+        paths={OPENAPI, *(route.path for router in routers for route in router.routes)},
+    )
     install_error_handlers(app)
-    for routes in (generate, inspect, operations):
-        app.include_router(routes.router)
+    for router in routers:
+        app.include_router(router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
     return app
