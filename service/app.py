@@ -14,6 +14,7 @@ from fastapi.staticfiles import StaticFiles
 from model.loader import LoadedModel
 from seqserve import __version__
 from service.errors import install_error_handlers
+from service.logs import log_request
 from service.metrics import Metrics
 from service.middleware import Frame
 from service.observation import Observed
@@ -81,7 +82,7 @@ def create_app(
     app.add_middleware(  # last, so outermost
         Observed,
         on_start=metrics.begin,
-        listeners=[metrics.observe],
+        listeners=[metrics.observe, log_request],
         root_path=settings.root_path,
         paths={OPENAPI, *(route.path for router in routers for route in router.routes)},
     )

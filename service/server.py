@@ -15,6 +15,7 @@ import uvicorn
 
 from seqserve import __version__
 from service.app import create_app
+from service.logs import configure_logging
 from service.served import Models
 from service.settings import Settings
 from service.sockets import url
@@ -94,9 +95,7 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    configure_logging(settings.log_level, settings.log_format)
     server: Server | None = None
 
     def fail(message: str) -> None:
@@ -107,6 +106,7 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
         create_app(settings, on_failure=fail),
         log_level=settings.log_level,
         log_config=None,  # all messages go through the one handler above
+        access_log=False,  # the application tells of each request, with more
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=CLOSING_SECONDS,

@@ -21,6 +21,7 @@ from service.app import create_app
 from service.settings import Settings
 
 from .conftest import serving
+from .test_faults import with_fake_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -178,17 +179,23 @@ async def test_an_engine_that_was_started_anew_is_counted(
     assert after("seqserve_engine_restarts_total", model="native") == 1
 
 
-async def test_what_fails_is_counted_by_its_reason(models: dict[str, LoadedModel]) -> None:
-    long = {"inputs": ["ab"] * 8, "parameters": {"max_new_tokens": 40, "min_new_tokens": 40}}
-    async with serving(create_app(Settings(max_queue=8, max_inputs=8), models)) as client:
-        late = await client.post("/generate", json={**long, "timeout": 1e-4})
-        first, second = await asyncio.gather(
-            *(client.post("/generate", json=long) for _ in range(2))
-        )
+async def test_what_fails_is_counted_by_its_reason_and_what_waits_ages(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch, max_queue=1, max_inputs=1) as served:
+        _, client, engine = served
+        with engine.held_up():
+            late = client.post("/generate", json={"inputs": "ab", "timeout": 0.2})
+            waiting = asyncio.create_task(late)
+            await asyncio.sleep(0.1)
+            while_it_waits = await scrape(client)
+            await client.post("/generate", json={"inputs": "ab"})
+            await waiting
         told = await scrape(client)
-    assert late.status_code == 504
-    assert sorted((first.status_code, second.status_code)) == [200, 429]
-    errors, named = "seqserve_request_errors_total", {"route": "/generate", "model": "native"}
+    assert while_it_waits("seqserve_queue_oldest_seconds", model="fake") > 0.05
+    assert while_it_waits("seqserve_requests_in_flight") == 2
+    assert told("seqserve_queue_oldest_seconds", model="fake") == 0
+    errors, named = "seqserve_request_errors_total", {"route": "/generate", "model": "fake"}
     assert told(errors, **named, error_type="deadline") == 1
     assert told(errors, **named, error_type="overloaded") == 1
 
