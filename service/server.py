@@ -19,6 +19,7 @@ from service.logs import configure_logging
 from service.served import Models
 from service.settings import Settings
 from service.sockets import url
+from service.tracing import TracingError, exporting_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,16 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     """Serve until a signal comes.
 
     Returns:
-        why it ended, if it was for a model that cannot be loaded.
+        why it ended, if it was for a model that cannot be loaded or traces that cannot be sent.
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     configure_logging(settings.log_level, settings.log_format)
+    try:
+        tracer = exporting_tracer() if settings.tracing else None
+    except TracingError as error:
+        return str(error)
     server: Server | None = None
 
     def fail(message: str) -> None:
@@ -103,7 +108,7 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
         server.fail(message)
 
     config = uvicorn.Config(
-        create_app(settings, on_failure=fail),
+        create_app(settings, on_failure=fail, tracer=tracer),
         log_level=settings.log_level,
         log_config=None,  # all messages go through the one handler above
         access_log=False,  # the application tells of each request, with more
@@ -114,4 +119,6 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     server = Server(config, settings)
     with contextlib.suppress(KeyboardInterrupt):
         server.run([listener])
+    if tracer:
+        tracer.close()
     return server.failure

@@ -112,6 +112,11 @@ class Settings(BaseSettings):
     )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
     log_format: LogFormat = Field("text", description="text, or json: an object a line.")
+    tracing: bool = Field(
+        False,
+        description="Send OpenTelemetry traces with OTLP; OTEL_EXPORTER_OTLP_ENDPOINT and its like "
+        "say where to. Needs the extra otel.",
+    )
 
     @field_validator("models", mode="before")
     @classmethod
