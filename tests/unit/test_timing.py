@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from model.config import EngineConfig
+from model.engine import Engine, Padding, StepTrace
+from model.loader import load_model
+from model.sequence import Decoding, Forward, Sequence
 from model.timing import Stopwatch
+from tests.builders import make_native_model
 
 
 def test_a_phase_is_what_ran_since_the_last_mark() -> None:
@@ -48,3 +54,20 @@ def test_on_cuda_a_phase_is_as_long_as_its_kernels_run() -> None:
     seconds = watch.seconds()
     assert seconds["decode"] > 2 * queued
     assert seconds["sample"] < seconds["decode"]
+
+
+def test_a_step_tells_its_phases_and_how_much_of_it_was_padding(tmp_path: Path) -> None:
+    traces: list[StepTrace] = []
+    engine = Engine(load_model(make_native_model(tmp_path), "cpu"), EngineConfig(), traces.append)
+    decoding = Decoding(max_new_tokens=2, min_new_tokens=2)
+    engine.submit(Sequence([5, 6, 7, 2], [1], decoding))
+    engine.submit(Sequence([5, 2], [1, 8, 9], decoding))
+    engine.submit(Forward([5, 2], [1]))
+    list(engine.run())
+    first, second = traces
+    assert first.phases.keys() == {"encode", "forward", "decode", "sample"}
+    assert second.phases.keys() == {"decode", "sample"}
+    assert (first.sources, first.targets) == (Padding(6, 8), Padding(4, 6))
+    assert (second.sources, second.targets) == (Padding(), Padding(6, 8))
+    for trace in traces:
+        assert 0 < sum(trace.phases.values()) <= trace.seconds
