@@ -8,8 +8,9 @@ Models", OSDI 2022): sequences join and leave between steps instead of waiting f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -33,12 +34,31 @@ from model.sequence import (
     Sequence,
     TokenEvent,
 )
+from model.timing import Phase, Stopwatch
 
 ALL_BANNED = "the decoding parameters ban every token"
 
 
 class GenerationError(RuntimeError):
     """One sequence or pass could not be computed."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How much of a padded batch is real.
+
+    Attributes:
+        live: tokens of the rows.
+        places: rows times the longest.
+    """
+
+    live: int = 0
+    places: int = 0
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> Padding:
+        """Of rows that are padded to the longest."""
+        return cls(sum(lengths), len(lengths) * max(lengths)) if lengths else cls()
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,10 @@ class StepTrace:
         joined: those among them that came in with this step.
         left: those that ended with it.
         forwards: teacher-forced passes run.
+        sources: tokens of the sources that joined, as if each were encoded.
+        targets: decoder positions of the rows, which the cache holds.
+        seconds: from its beginning to its end.
+        phases: seconds of each phase that it had.
     """
 
     step: int
@@ -58,6 +82,10 @@ class StepTrace:
     joined: tuple[Sequence, ...]
     left: tuple[Sequence, ...]
     forwards: int
+    sources: Padding = Padding()
+    targets: Padding = Padding()
+    seconds: float = 0.0
+    phases: Mapping[Phase, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -84,6 +112,7 @@ class Engine:
         self._searches: dict[Sequence, BeamSearch] = {}
         self._on_step = on_step
         self._steps = 0
+        self._watch = Stopwatch(model.device)
 
     @property
     def has_work(self) -> bool:
@@ -123,14 +152,28 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit what fits, run one chunk of passes, then one decoder position for all live rows."""
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
         events: list[Event] = []
+        self._watch.start()
         joined = self._join(plan.joining, events)
         if plan.forwards:
             events.extend(self._run_forwards(plan.forwards))
+            self._watch.lap("forward")
         rows = tuple(self.scheduler.rows)
+        targets = Padding.of([len(row.prefix) + len(row.tokens) for row in rows])
         left = self._decode(rows, events) if rows else ()
-        trace = StepTrace(self._steps, rows, joined, left, len(plan.forwards))
+        trace = StepTrace(
+            self._steps,
+            rows,
+            joined,
+            left,
+            len(plan.forwards),
+            sources=Padding.of([len(sequence.src) for sequence in joined]),
+            targets=targets,
+            seconds=time.perf_counter() - began,
+            phases=self._watch.seconds(),
+        )
         self._steps += 1
         if self._on_step:
             self._on_step(trace)
@@ -161,13 +204,16 @@ class Engine:
         except Exception as error:  # noqa: BLE001  whatever it was, the rows that live go on
             self._fail(joining, error, events)
             return ()
+        self._watch.lap("encode")
         return joining
 
     def _decode(self, rows: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
         """One position for all rows; the sequences that ended with it."""
         try:
             logits = self.stepper.step(rows).float()  # [rows, vocab]
+            self._watch.lap("decode")
             step = Step(rows, logits, self._scores(rows, logits))
+            self._watch.lap("sample")
         except Exception as error:  # noqa: BLE001  those who wait must still be served
             everyone = self._sequences(rows)
             self._fail(everyone, error, events)

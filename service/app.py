@@ -10,18 +10,33 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
+from fastapi.telemetry import TelemetryConfig
 
 from model.loader import LoadedModel
 from seqserve import __version__
 from service.errors import install_error_handlers
+from service.logs import log_request
+from service.metrics import Metrics
 from service.middleware import Frame
+from service.observation import Listener, Observed
 from service.routes import generate, inspect, operations
 from service.served import Models
 from service.settings import Settings
+from service.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
 SWAGGER_UI = Path(__file__).parent / "swagger_ui"
+
+OPENAPI = "/openapi.json"
+
+NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "auto_configure": False,
+}
+"""FastAPI's own would tell of paths, queries and addresses, and of each request a second time."""
 
 DESCRIPTION = """
 Inference for encoder-decoder Transformers, many callers at once.
@@ -35,12 +50,14 @@ def create_app(
     settings: Settings,
     models: Mapping[str, LoadedModel] | None = None,
     on_failure: Callable[[str], None] | None = None,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """Build the application; its lifespan loads the models and ends their threads.
 
     Args:
         models: models in memory, by name, to serve instead of the settings' directories.
         on_failure: called with the message when a model cannot be loaded.
+        tracer: told of each request, if there is to be a trace of it.
     """
     directories = {} if models else settings.directories
     host = Models(settings, directories, on_failure or logger.error, models)
@@ -64,14 +81,29 @@ def create_app(
         description=DESCRIPTION,
         version=__version__,
         lifespan=lifespan,
+        openapi_url=OPENAPI,
         docs_url=None,  # FastAPI's pages load their scripts from the internet
         redoc_url=None,
+        telemetry=NO_TELEMETRY,
     )
+    metrics = Metrics(host)
+    listeners: list[Listener] = [metrics.observe, log_request]
+    if tracer:
+        listeners.insert(0, tracer)  # the log names the trace
     app.state.models = host
     app.state.settings = settings
+    app.state.metrics = metrics
+    routers = [routes.router for routes in (generate, inspect, operations)]
     app.add_middleware(Frame, root_path=settings.root_path, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(  # last, so outermost
+        Observed,
+        on_start=metrics.begin,
+        listeners=listeners,
+        root_path=settings.root_path,
+        paths={OPENAPI, *(route.path for router in routers for route in router.routes)},
+    )
     install_error_handlers(app)
-    for routes in (generate, inspect, operations):
-        app.include_router(routes.router)
+    for router in routers:
+        app.include_router(router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
     return app

@@ -9,6 +9,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from seqserve.errors import (
     InvalidRequestError,
@@ -17,6 +18,7 @@ from seqserve.errors import (
     SeqserveError,
 )
 from seqserve.schemas import ErrorResponse
+from service.observation import record_of
 from service.validation import cut, describe
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,20 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+class ErrorAnswer(Response):
+    """An error's answer, which notes the error in the request's record when it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: SeqserveError, body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(body, error.status, headers)
+        self.error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).note_error(self.error)
+        await super().__call__(scope, receive, send)
+
+
 def envelope_of(error: SeqserveError, request_id: str | None) -> dict[str, Any]:
     """An error as the one JSON object that all errors leave in."""
     return {
@@ -57,7 +73,7 @@ def envelope(error: SeqserveError, request_id: str | None) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"
-    return Response(orjson.dumps(body), error.status, headers, "application/json")
+    return ErrorAnswer(error, orjson.dumps(body), headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
-from model.engine import StepTrace
 from model.sequence import Event, FailureEvent, Forward, ForwardEvent, TokenEvent
 from model.sequence import Sequence as Row
 from seqserve.errors import (
@@ -73,10 +72,18 @@ class Ticket:
         unfinished: works without their last event.
         submitted, began, ended: times (`time.perf_counter`); `began` is the start of the step that
             first brought something, `ended` the arrival of the last event.
+        works: all of them.
+        first_token: when the first token arrived.
+        generated: tokens that arrived.
+        longest: tokens of the sequence that has most.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
         self.unfinished: set[Work] = set(works)
+        self.first_token: float | None = None
+        self.generated = 0
+        self.longest = 0
         self.submitted = time.perf_counter()
         self.began: float | None = None
         self.ended: float | None = None
@@ -128,6 +135,8 @@ class Ticket:
             self.fail(GenerationFailedError(f"the model failed on this input: {event.error}"))
             return
         self._events.append(event)
+        if isinstance(event, TokenEvent):
+            self._count(event)
         if is_last(event):
             self.unfinished.discard(work_of(event))
         if self.over:
@@ -140,6 +149,12 @@ class Ticket:
         if not self.over:
             self._error = error
             self._wake()
+
+    def _count(self, event: TokenEvent) -> None:
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.generated += 1
+        self.longest = max(self.longest, event.index + 1)
 
     async def _wait(self, eager: bool) -> None:
         self._eager = eager
@@ -161,23 +176,6 @@ def work_of(event: Event) -> Work:
 def is_last(event: Event) -> bool:
     """Whether nothing comes after it for the same work."""
     return not isinstance(event, TokenEvent) or event.finish_reason is not None
-
-
-class StepFigures:
-    """Counts of what the engine's steps did. Written by the engine thread, read by any.
-
-    Attributes:
-        rows_per_step: ``[rows]`` -> number of steps that had so many rows.
-        forward_passes: teacher-forced passes run.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self.rows_per_step = [0] * (max_rows + 1)
-        self.forward_passes = 0
-
-    def record(self, trace: StepTrace) -> None:
-        self.rows_per_step[len(trace.rows)] += 1
-        self.forward_passes += trace.forwards
 
 
 class Runner:
@@ -218,6 +216,13 @@ class Runner:
     def outstanding(self) -> int:
         """Works accepted and not yet answered."""
         return len(self._owners)
+
+    @property
+    def oldest_waiting(self) -> float:
+        """Seconds that the oldest request of which nothing has been computed has waited."""
+        waiting = (t for t in self._owners.values() if t.began is None and not t.over)
+        oldest = next(waiting, None)  # owners are in the order of submission
+        return time.perf_counter() - oldest.submitted if oldest else 0.0
 
     @asynccontextmanager
     async def submitted(self, works: Sequence[Work], seconds: float) -> AsyncIterator[Ticket]:

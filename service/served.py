@@ -21,9 +21,10 @@ from model.loader import LoadedModel, load_model
 from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
+from service.figures import StepFigures
 from service.generation import Generator
 from service.inspection import Inspector
-from service.runner import Runner, StepFigures
+from service.runner import Runner
 from service.settings import Settings, engine_config
 from service.validation import shown
 from service.vocabulary import Side, Vocabulary
@@ -80,15 +81,27 @@ class ServedModel:
             return "failed"
         return "draining" if self.runner.draining else "ready"
 
+    @property
+    def family(self) -> str:
+        return self.loaded.spec.family
+
+    @property
+    def device(self) -> str:
+        return str(self.loaded.device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.loaded.dtype).removeprefix("torch.")
+
     def info(self) -> ModelInfo:
         """What /info says of it."""
         loaded, spec = self.loaded, self.loaded.spec
         return ModelInfo(
             name=self.name,
             state=self.state,
-            family=spec.family,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            family=self.family,
+            device=self.device,
+            dtype=self.dtype,
             parameters=loaded.parameters,
             src_vocab_size=spec.src_vocab_size,
             tgt_vocab_size=spec.tgt_vocab_size,

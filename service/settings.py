@@ -18,6 +18,7 @@ from seqserve.schemas import TIMEOUT_LIMIT
 DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):
@@ -110,6 +111,12 @@ class Settings(BaseSettings):
         description="Seconds that running requests get to finish after SIGTERM.",
     )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+    log_format: LogFormat = Field("text", description="text, or json: an object a line.")
+    tracing: bool = Field(
+        False,
+        description="Send OpenTelemetry traces with OTLP; OTEL_EXPORTER_OTLP_ENDPOINT and its like "
+        "say where to. Needs the extra otel.",
+    )
 
     @field_validator("models", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
+from service.observation import UNKNOWN_MODEL, record_of
 from service.runner import Ticket, Work, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
@@ -73,6 +74,24 @@ def models_of(request: Request) -> Models:
     return models
 
 
+def model_of(request: Request, name: str | None, inputs: int) -> ServedModel:
+    """The model that a request asks for.
+
+    Args:
+        name: the body's; None is the default.
+        inputs: texts or id lists in the body.
+
+    Raises:
+        SeqserveError: see `Models.get`.
+    """
+    models, record = models_of(request), record_of(request.scope)
+    record.inputs = inputs
+    record.model = models.names[0] if name is None else name
+    if record.model not in models.names:
+        record.model = UNKNOWN_MODEL
+    return models.get(name)
+
+
 def settings_of(request: Request) -> Settings:
     """The application's settings."""
     settings: Settings = request.app.state.settings
@@ -114,13 +133,26 @@ async def run(
         SeqserveError: see `Ticket.result`; the caller went away; the queue is full; the timeout
             header is no number in range.
     """
-    seconds = seconds_of(request, seconds)
-    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
+    async with running(request, model, works, seconds_of(request, seconds)) as ticket:
         events = await ticket.result()
     grouped: dict[Work, list[Event]] = {work: [] for work in works}
     for event in events:
         grouped[work_of(event)].append(event)
     return Outcome([grouped[work] for work in works], *times(ticket))
+
+
+@asynccontextmanager
+async def running(
+    request: Request, model: ServedModel, works: Sequence[Work], seconds: float
+) -> AsyncIterator[Ticket]:
+    """The engine's work for a request, which ends when the caller goes away.
+
+    Raises:
+        SeqserveError: see `Runner.submitted`.
+    """
+    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
+        record_of(request.scope).ticket = ticket
+        yield ticket
 
 
 def seconds_of(request: Request, seconds: float | None) -> float:

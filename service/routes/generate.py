@@ -14,6 +14,7 @@ from seqserve.errors import ClientGoneError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse, StreamEvent
 from service.errors import envelope_of, responses
 from service.numbers import dump_json
+from service.observation import record_of
 from service.planning import Plan
 from service.routes.common import (
     BYTES_PER_TOKEN,
@@ -23,13 +24,13 @@ from service.routes.common import (
     body_size,
     check_count,
     check_size,
-    models_of,
+    model_of,
     run,
+    running,
     seconds_of,
     settings_of,
     sized,
     times,
-    watched,
 )
 from service.runner import Ticket
 from service.served import ServedModel
@@ -74,10 +75,11 @@ class EventStream(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with (
-            self._model.runner.submitted(self._plan.sequences, self._seconds) as ticket,
-            watched(self._request, ticket),
-        ):
+        record = record_of(scope)
+        record.streamed = True
+        async with running(
+            self._request, self._model, self._plan.sequences, self._seconds
+        ) as ticket:
             steps = ticket.steps()
             first: list[Event] = await anext(steps, [])  # an error up to here has its own status
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -85,9 +87,11 @@ class EventStream(Response):
             try:
                 async for event in self._told(first, steps, ticket):
                     await _send(send, event.model_dump(exclude_unset=True))
-            except ClientGoneError:
+            except ClientGoneError as error:
+                record.note_error(error)
                 return
             except SeqserveError as error:
+                record.note_error(error)
                 await _send(send, envelope_of(error, self._request.state.request_id))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -182,7 +186,7 @@ async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel
             f"num_return_sequences of all inputs come to {sequences} draws, at most "
             f"{settings.max_queue} are allowed (max_queue)"
         )
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     plans = await sized(await body_size(request), model.generator.plan, body)
     candidates = sum(plan.most_candidates for plan in plans)
     advice = "ask for fewer inputs, or for a lower top_n_tokens or max_new_tokens"

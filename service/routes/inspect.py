@@ -35,7 +35,7 @@ from service.routes.common import (
     body_size,
     check_count,
     check_size,
-    models_of,
+    model_of,
     run,
     sized,
 )
@@ -74,7 +74,7 @@ OF_TEXT = responses(400, 404, 413, 422, 503)
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
     _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
@@ -105,7 +105,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     """What the model would put behind the decoder start and the target prefix."""
     check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
     check_count(request, body.prefix_name, body.prefix_count)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
     advice = "ask for fewer inputs or a lower top_k"
@@ -134,7 +134,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Log-softmax of the raw logits at each target token, in one teacher-forced pass."""
     _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
     tokens = sum(len(p.tgt) for p in passes)
     check_size(request, NUMBERS_PER_TOKEN * tokens, "ask for fewer or shorter targets")
@@ -169,7 +169,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 async def attention(request: Request, body: AttentionRequest) -> Response:
     """Of every layer and head, in one teacher-forced pass over decoder start and targets."""
     _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     inspector = model.inspector
     passes = await sized(await body_size(request), inspector.plan_attention, body)
     binary = _wants_binary(request, body)
@@ -200,12 +200,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Just what /generate makes of the same text, `</s>` included."""
     texts = as_list(body.inputs)
     check_count(request, "inputs", len(texts))
-    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
-    tokenizer = vocabulary.need_tokenizer("inputs")
-    inspector = models_of(request).get(body.model).inspector
+    model = model_of(request, body.model, len(texts))
+    tokenizer = model.vocabulary(body.side).need_tokenizer("inputs")
 
     def write() -> bytes:
-        encoded = inspector.tokenize(body)
+        encoded = model.inspector.tokenize(body)
         answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
         return dump_json(answers if isinstance(body.inputs, list) else answers[0])
 
@@ -222,7 +221,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Special tokens add nothing to the text."""
     id_lists = as_lists(body.input_ids)
     check_count(request, "input_ids", len(id_lists))
-    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
+    vocabulary = model_of(request, body.model, len(id_lists)).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("input_ids")
     nested = id_lists is body.input_ids
 

@@ -1,31 +1,47 @@
-"""GET /health, /ready, /info, /docs and /."""
+"""GET /health, /ready, /metrics, /info, /docs and /; HEAD of the first three."""
 
 from __future__ import annotations
 
 import torch
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 
 from seqserve import __version__
 from seqserve.schemas import InfoResponse, Limits, StatusResponse
 from service.errors import responses
+from service.metrics import Metrics
 from service.routes.common import models_of, settings_of
 
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health", include_in_schema=False)  # load balancers ask so
 @router.get("/health", summary="Whether the process is alive")
 async def health() -> StatusResponse:
     """200 as long as the process answers, also while models load."""
     return StatusResponse(status="ok")
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Whether a model can answer", responses=responses(503))
 async def ready(request: Request) -> StatusResponse:
     """200 only when a model can answer; 503 while loading and while shutting down."""
     models_of(request).check_ready()
     return StatusResponse(status="ready")
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get(
+    "/metrics",
+    summary="Figures for Prometheus",
+    response_class=PlainTextResponse,  # what the OpenAPI document says of it
+)
+async def metrics(request: Request) -> Response:
+    """In Prometheus' text format, or OpenMetrics where it is asked for."""
+    figures: Metrics = request.app.state.metrics
+    text, content_type = figures.exposition(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
 
 
 @router.get(

@@ -137,7 +137,7 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
     document = (await client.get("/openapi.json")).json()
     inspecting = {"/logits", "/next", "/score", "/attention", "/tokenize", "/detokenize"}
     posts = {"/generate", "/generate_stream", *inspecting}
-    assert set(document["paths"]) == posts | {"/health", "/ready", "/info"}
+    assert set(document["paths"]) == posts | {"/health", "/ready", "/metrics", "/info"}
     for path in posts:
         operation = document["paths"][path]["post"]
         assert operation["summary"]

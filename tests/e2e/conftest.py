@@ -49,7 +49,7 @@ class Server:
         with self.process.stderr as lines:
             for line in lines:
                 self.log.append(line)
-                if found := re.search(r"listens on (http://\S+)", line):
+                if found := re.search(r'listens on (http://[^\s"]+)', line):
                     self.url = found[1]
                     self._listening.set()
         self._listening.set()

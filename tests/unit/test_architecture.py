@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"model", "service", "seqserve"}
 # Imported by name, and guaranteed by the dependency that is built on them.
-COMES_WITH = {"annotated_types": "pydantic", "starlette": "fastapi"}
+COMES_WITH = {
+    "annotated_types": "pydantic",
+    "opentelemetry": "opentelemetry_sdk",
+    "starlette": "fastapi",
+}
 
 
 def imports(package: str, *, at_once: bool = False) -> set[str]:
@@ -57,4 +61,8 @@ def test_the_sdk_needs_only_its_own_dependencies_to_be_imported() -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     imported = set().union(*(packages(imports(package)) for package in OURS)) - OURS
     extras = PROJECT["optional-dependencies"]
-    assert imported <= declared(PROJECT["dependencies"], extras["server"])
+    assert imported <= declared(PROJECT["dependencies"], extras["server"], extras["otel"])
+
+
+def test_the_extra_for_traces_is_imported_only_where_they_are_on() -> None:
+    assert "opentelemetry_sdk" not in packages(imports("service", at_once=True))

@@ -16,7 +16,8 @@ from seqserve.errors import (
     OverloadedError,
     UnavailableError,
 )
-from service.runner import Runner, StepFigures, work_of
+from service.figures import StepFigures
+from service.runner import Runner, work_of
 from tests.fake_engine import FakeEngine, row
 
 pytestmark = pytest.mark.anyio

@@ -12,6 +12,7 @@ from service.cli import SERVING
 from service.settings import Settings, engine_config, named_directory
 
 DOCS = Path(__file__).parents[3] / "docs" / "settings.md"
+OPERATIONS = DOCS.with_name("operations.md")
 
 
 def test_defaults_listen_only_locally() -> None:
@@ -94,3 +95,10 @@ def test_every_setting_and_option_is_documented() -> None:
     for option in SERVING:
         assert f"`{option.typed}`" in text, option.typed
         assert f"`SEQSERVE_{option.name.upper()}`" in text, option.name
+
+
+def test_every_limit_is_in_the_operator_s_list() -> None:
+    limits = OPERATIONS.read_text().split("\n## Limits\n")[1].split("\n## ")[0]
+    for option in SERVING:
+        if option.name.startswith("max_"):
+            assert f"`{option.typed}`" in limits, option.typed
