@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
@@ -196,6 +197,7 @@ class Runner:
         self.broken: BaseException | None = None
         self.draining = False
         self._owners: dict[Work, Ticket] = {}
+        self._requests = count(1)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -252,6 +254,9 @@ class Runner:
             )
         ticket = Ticket(works)
         if works:
+            request = next(self._requests)
+            for work in works:
+                work.request = request  # requests take turns in the engine's queue
             self._owners.update(dict.fromkeys(works, ticket))
             self._idle.clear()
             self._commands.put(_Command("submit", tuple(works)))

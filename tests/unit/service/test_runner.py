@@ -107,6 +107,17 @@ async def test_many_works_are_all_freed_within_a_step() -> None:
     assert set(engine.cancelled) == set(works)
 
 
+async def test_works_tell_the_engine_whose_they_are() -> None:
+    first, second, third = row(tokens=1), row(tokens=1), row(tokens=1)
+    async with (
+        running(FakeEngine()) as runner,
+        runner.submitted([first, second], SOON),
+        runner.submitted([third], SOON),
+    ):
+        pass
+    assert first.request == second.request != third.request
+
+
 async def test_a_request_without_works_is_done_at_once() -> None:
     async with running(FakeEngine()) as runner, runner.submitted([], SOON) as ticket:
         assert await ticket.result() == []
