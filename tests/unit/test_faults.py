@@ -249,11 +249,8 @@ def test_parameters_that_cannot_be_applied_fail_their_row_alone(model: LoadedMod
 
 def test_a_row_that_joins_where_a_failed_one_lay_sees_nothing_of_it(model: LoadedModel) -> None:
     engine, stepper, _ = faulty(model)
-    long, sick, late = (
-        Row([5, 2], [1], Decoding(30)),
-        Row([SICK, 2], [1], Decoding(30)),
-        some_rows()[4],
-    )
+    long, late = Row([5, 2], [1], Decoding(30)), some_rows()[4]
+    sick = Row([SICK, 2], [1] * 6, Decoding(30))  # the longest, when it fails
     expected = [alone(model, long), alone(model, late)]
     for row in (long, sick):
         engine.submit(row)
