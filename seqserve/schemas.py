@@ -634,6 +634,7 @@ class Limits(Answer):
     max_body_bytes: int
     max_inputs: int
     max_queue: int
+    max_queue_tokens: int
     max_rows: int
     max_json_values: int
     max_tensor_values: int

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -23,20 +23,17 @@ from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
 from model.engine import StepTrace
-from model.sequence import Event, FailureEvent, Forward, ForwardEvent, TokenEvent
-from model.sequence import Sequence as Row
+from model.sequence import Event, FailureEvent, ForwardEvent, TokenEvent
 from seqserve.errors import (
     DeadlineError,
     GenerationFailedError,
     InvalidRequestError,
-    OverloadedError,
     SeqserveError,
     UnavailableError,
 )
+from service.admission import Admission, Work
 
 logger = logging.getLogger(__name__)
-
-Work = Row | Forward
 
 
 class EngineLike(Protocol):
@@ -186,13 +183,13 @@ class Runner:
 
     Args:
         engine: nobody else may touch it from now on.
-        max_queue: works accepted and not yet answered, at most.
+        admission: who may enter the queue.
         name: of the model, for messages and the thread.
     """
 
-    def __init__(self, engine: EngineLike, max_queue: int, name: str) -> None:
+    def __init__(self, engine: EngineLike, admission: Admission, name: str) -> None:
         self.engine = engine
-        self.max_queue = max_queue
+        self.admission = admission
         self.name = name
         self.broken: BaseException | None = None
         self.draining = False
@@ -230,7 +227,7 @@ class Runner:
 
         Raises:
             UnavailableError: draining or broken.
-            OverloadedError: they do not all fit into the queue.
+            OverloadedError, InvalidRequestError: they do not all fit into the queue.
         """
         ticket = self._admit(works)
         assert self._loop
@@ -246,12 +243,7 @@ class Runner:
             raise UnavailableError(f"model {self.name} has failed and takes no more requests")
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        if self.outstanding + len(works) > self.max_queue:
-            raise OverloadedError(
-                f"the queue is full: {self.outstanding} of {self.max_queue} places are taken, "
-                f"the request needs {len(works)}",
-                retry_after=1,
-            )
+        self.admission.enter(works)
         ticket = Ticket(works)
         if works:
             request = next(self._requests)
@@ -273,9 +265,11 @@ class Runner:
             self._forget(left)
             self._commands.put(_Command("cancel", left))
 
-    def _forget(self, works: Iterable[Work]) -> None:
+    def _forget(self, works: Sequence[Work], finished: bool = False) -> None:
+        """Works that have an owner lose it."""
+        self.admission.leave(works, finished)
         for work in works:
-            self._owners.pop(work, None)
+            del self._owners[work]
         if not self._owners:
             self._idle.set()
 
@@ -287,7 +281,7 @@ class Runner:
                 continue
             ticket.push(event, step.began)
             if is_last(event):
-                self._forget([work_of(event)])
+                self._forget([work_of(event)], finished=True)
 
     def _refuse(self, work: Work, error: ValueError) -> None:
         if ticket := self._owners.get(work):

@@ -21,6 +21,7 @@ from model.loader import LoadedModel, load_model
 from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
+from service.admission import Admission
 from service.generation import Generator
 from service.inspection import Inspector
 from service.runner import Runner, StepFigures
@@ -54,7 +55,8 @@ class ServedModel:
         """Give a model an engine and a thread. Call it on the event loop."""
         figures = StepFigures(settings.max_rows)
         engine = Engine(loaded, engine_config(settings), figures.record)
-        runner = Runner(engine, settings.max_queue, name)
+        admission = Admission(settings.max_queue, settings.max_queue_tokens)
+        runner = Runner(engine, admission, name)
         runner.start()
         return cls(name, loaded, runner, figures, engine.encoder_cache)
 

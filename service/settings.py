@@ -79,6 +79,12 @@ class Settings(BaseSettings):
         ge=1,
         description="Inputs accepted and not yet answered, for each model; more get status 429.",
     )
+    max_queue_tokens: int = Field(
+        4 * 1024 * 1024,
+        ge=1,
+        description="Source, prefix and new tokens that inputs accepted and not yet answered may "
+        "come to, for each model; more get status 429.",
+    )
     max_return_sequences: int = Field(
         64, ge=1, description="`num_return_sequences` of one input, at most"
     )

@@ -68,6 +68,25 @@ async def test_a_full_queue_answers_429_and_recovers(
         assert (await generate(client)).status_code == 200
 
 
+async def test_a_queue_that_is_full_by_tokens_answers_429_and_recovers(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch, max_queue_tokens=40) as (_, client, e):
+        long = {"parameters": {"max_new_tokens": 30}}
+        with e.held_up():
+            running = asyncio.create_task(generate(client, **long))
+            await began(e)
+            refused = await generate(client, **long)
+            assert refused.status_code == 429
+            assert "37 of 40 tokens are taken, the request needs 37" in refused.json()["error"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert (await running).status_code == 200
+        assert (await generate(client, **long)).status_code == 200
+        never = await generate(client, inputs=["hello", "hello"], **long)
+        assert never.status_code == 422
+        assert "at most 40 are allowed (max_queue_tokens)" in never.json()["error"]
+
+
 async def test_a_deadline_answers_504_and_frees_the_rows(
     native: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from seqserve.errors import (
     OverloadedError,
     UnavailableError,
 )
+from service.admission import Admission
 from service.runner import Runner, StepFigures, work_of
 from tests.fake_engine import FakeEngine, row
 
@@ -26,7 +27,7 @@ SOON = 5.0
 
 @asynccontextmanager
 async def running(engine: FakeEngine, max_queue: int = 100) -> AsyncIterator[Runner]:
-    runner = Runner(engine, max_queue, "fake")
+    runner = Runner(engine, Admission(max_queue, max_tokens=1_000_000), "fake")
     runner.start()
     try:
         yield runner
