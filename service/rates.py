@@ -8,6 +8,9 @@ from collections import deque
 WINDOW = 10.0
 """Seconds over which a rate is measured."""
 
+RESTART_WINDOW = 600.0
+"""Seconds within which restarts are counted."""
+
 LONGEST = 60
 """Seconds that a caller is told to wait, at most."""
 
@@ -46,3 +49,25 @@ class FinishRate:
         while self._finished and self._finished[0][0] < now - WINDOW:
             _, amount = self._finished.popleft()
             self._amount -= amount
+
+
+class RestartBudget:
+    """How often something that keeps failing is started again: so often in a time, then no more.
+
+    Args:
+        limit: restarts within `seconds`.
+    """
+
+    def __init__(self, limit: int, seconds: float = RESTART_WINDOW) -> None:
+        self.limit = limit
+        self.seconds = seconds
+        self._restarts: deque[float] = deque()
+
+    def take(self, now: float) -> bool:
+        """Whether one more is allowed; if so, it counts."""
+        while self._restarts and self._restarts[0] <= now - self.seconds:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.limit:
+            return False
+        self._restarts.append(now)
+        return True

@@ -115,6 +115,22 @@ class Settings(BaseSettings):
         le=TIMEOUT_LIMIT,
         description="Seconds that running requests get to finish after SIGTERM.",
     )
+    on_load_failure: Literal["exit", "serve"] = Field(
+        "exit",
+        description="When a model cannot be loaded: exit, or serve the others and answer requests "
+        "for it with status 503.",
+    )
+    on_engine_failure: Literal["restart", "exit"] = Field(
+        "restart",
+        description="When an engine breaks down: restart it from the weights in memory, or exit "
+        "with a status that is not 0.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a model's engine within ten minutes; instead of one more the "
+        "server exits.",
+    )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
 
     @field_validator("models", mode="before")

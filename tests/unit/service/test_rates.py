@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.rates import LONGEST, WINDOW, FinishRate
+from service.rates import LONGEST, WINDOW, FinishRate, RestartBudget
 
 
 def rate(*finished: tuple[float, float]) -> FinishRate:
@@ -51,3 +51,13 @@ def test_it_is_always_whole_seconds_within_bounds(
         now += pause
         measured.record(size, now)
     assert 1 <= measured.seconds_until(amount, now) <= LONGEST
+
+
+def test_restarts_are_bounded_within_a_time_and_allowed_again_after_it() -> None:
+    budget = RestartBudget(2, seconds=10.0)
+    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 9.9)] == [True, True, False, False]
+    assert [budget.take(now) for now in (10.0, 10.5, 11.0)] == [True, False, True]
+
+
+def test_a_budget_of_none_allows_none() -> None:
+    assert not RestartBudget(0).take(0.0)
