@@ -169,7 +169,9 @@ class Engine:
             elif is_out_of_memory(failure) and self.scheduler.rows:
                 waiting.extend(part)  # beside fewer rows it may fit
             else:
-                events.extend(FailureEvent(sequence, for_caller(failure)) for sequence in part)
+                [sequence] = part
+                self._paused.pop(sequence, None)
+                events.append(FailureEvent(sequence, for_caller(failure)))
         if waiting:
             self._wait_again(waiting, row_limit=len(self.scheduler.rows))
         return tuple(joined)
