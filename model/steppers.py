@@ -25,11 +25,17 @@ class Stepper(Protocol):
     """The tensors of live rows, numbered in the order in which they joined or were kept."""
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Take new rows in, behind those that live: encode their sources, run their prefixes."""
+        """Take new rows in, behind those that live: encode their sources, run their prefixes.
+
+        Where it raises, nothing has changed.
+        """
         ...
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
-        """One more decoder position for each live row -> logits ``[rows, vocab]``."""
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
+        """One more decoder position for live rows, from the first-th on -> ``[rows, vocab]``.
+
+        Where it raises, nothing has changed, so that a part of the rows may be tried.
+        """
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -77,6 +83,16 @@ class CachedStepper:
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
 
     def join(self, rows: Sequence[Row]) -> None:
+        live = len(self.sources.slots)
+        try:
+            self._join(rows)
+        except Exception:
+            self.sources.keep(range(live))
+            self.sources.pool.wipe()
+            self.targets.pool.wipe()
+            raise
+
+    def _join(self, rows: Sequence[Row]) -> None:
         sources, slots = distinct(tuple(row.src) for row in rows)
         memory, _ = encode(self.network, self.spec, sources, self.device, self.encoder_cache)
         first_row = len(self.sources.slots)
@@ -89,15 +105,16 @@ class CachedStepper:
         if max(lengths):
             tgt = pad_rows(prefixes, self.spec.pad_id, self.device)
             mask = causal_mask(tgt.shape[1], self.device)
-            self.network.decoder(tgt, past, self.sources.layers(first_row), mask)
+            self.network.decoder(tgt, past, self.sources.layers(slice(first_row, None)), mask)
         self.targets.joined(lengths)
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
+        part = slice(first, first + len(rows))
         tokens = torch.tensor([[row.last_token] for row in rows], device=self.device)
-        past, mask, positions = self.targets.next_position()
-        hidden = self.network.decoder(tokens, past, self.sources.layers(), mask, positions)
+        past, mask, positions = self.targets.next_position(part)
+        hidden = self.network.decoder(tokens, past, self.sources.layers(part), mask, positions)
         logits: Tensor = self.network.output(hidden[:, 0])
-        self.targets.advance()
+        self.targets.advance(part)
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -123,7 +140,7 @@ class ResubmittingStepper:
     def join(self, rows: Sequence[Row]) -> None:
         pass  # nothing is remembered between steps
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         grown = [row.src + row.target for row in rows]
         last = [Forward(src=ids, tgt=ids, positions="last") for ids in grown]
         return torch.cat(self.forward(last))

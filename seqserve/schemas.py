@@ -595,7 +595,10 @@ class ModelInfo(Answer):
     """One model of the server."""
 
     name: str
-    state: Literal["loading", "ready", "failed", "draining"]
+    state: Literal["loading", "ready", "failed", "draining"] = Field(
+        description="`loading` also while its engine is being restarted."
+    )
+    error: str | None = Field(None, description="Why it failed to load.")
     family: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -622,6 +625,7 @@ class ModelInfo(Answer):
     target_tokenizer: bool | None = Field(None, description="Whether texts are returned.")
     waiting: int | None = Field(None, description="Sequences and passes not yet begun.")
     running: int | None = Field(None, description="Rows being decoded.")
+    restarts: int | None = Field(None, description="How often its engine broke down and came back.")
     batches: Batches | None = None
     encoder_cache: EncoderCacheInfo | None = Field(
         None, description="Null where nothing can be kept, as each new token changes the source."
@@ -634,6 +638,7 @@ class Limits(Answer):
     max_body_bytes: int
     max_inputs: int
     max_queue: int
+    max_queue_tokens: int
     max_rows: int
     max_json_values: int
     max_tensor_values: int

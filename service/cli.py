@@ -104,13 +104,16 @@ def serve(**options: Any) -> None:
         _fail(f"cannot listen on {settings.host}:{settings.port}: {reason}{taken}", code=1)
     from service import server  # torch; after what can be checked without it
 
-    if failure := server.serve(settings, listener):
-        _fail(failure, code=1)
+    failure = server.serve(settings, listener)
+    if failure:
+        typer.echo(f"seqserve: {failure}", err=True)
     if any(thread.daemon for thread in threading.enumerate()):
         # A model is still being loaded, or signals came thick and fast: Python, when it shuts down
         # under a thread that is inside torch, aborts.
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(1 if failure else 0)
+    if failure:
+        raise typer.Exit(1)
 
 
 def _settings(options: dict[str, Any]) -> Settings:

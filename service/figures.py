@@ -59,7 +59,6 @@ class StepFigures:
         step_seconds, phase_seconds: how long steps and their phases took.
         padding: share of a batch that was padding: of sources when they join, of the rows' target
             positions at each step.
-        restarts: how often the engine was started anew.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -68,7 +67,6 @@ class StepFigures:
         self.step_seconds = Tally(STEP_SECONDS)
         self.phase_seconds = {phase: Tally(STEP_SECONDS) for phase in PHASES}
         self.padding: dict[Side, Tally] = {"source": Tally(SHARES), "target": Tally(SHARES)}
-        self.restarts = 0
 
     def record(self, trace: StepTrace) -> None:
         """Count a step."""
@@ -79,10 +77,6 @@ class StepFigures:
             self.phase_seconds[phase].add(seconds)
         self._pad("source", trace.sources)
         self._pad("target", trace.targets)
-
-    def record_restart(self) -> None:
-        """Count an engine that was started anew after it broke down."""
-        self.restarts += 1
 
     def _pad(self, side: Side, padding: Padding) -> None:
         if padding.places:

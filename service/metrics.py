@@ -203,12 +203,12 @@ class ModelCollector(Collector):
             "seqserve_engine_restarts",
             "How often an engine was started anew after it broke down.",
             ("model",),
-            [((model.name,), model.figures.restarts) for model in served],
+            [((model.name,), model.runner.restarts) for model in served],
         )
 
     def _loads(self, served: list[ServedModel]) -> Iterator[Metric]:
         read: tuple[tuple[str, str, Callable[[ServedModel], float]], ...] = (
-            ("queue_length", "Inputs that wait for a row.", lambda m: m.runner.engine.waiting),
+            ("queue_length", "Inputs that wait for a row.", lambda m: m.runner.waiting),
             (
                 "queue_oldest_seconds",
                 "Age of the oldest request of which nothing has been computed.",
@@ -219,8 +219,18 @@ class ModelCollector(Collector):
                 "Inputs accepted and not yet answered.",
                 lambda m: m.runner.outstanding,
             ),
-            ("outstanding_inputs_limit", "max_queue.", lambda m: m.runner.max_queue),
-            ("rows", "Rows decoded side by side.", lambda m: m.runner.engine.running),
+            ("outstanding_inputs_limit", "max_queue.", lambda m: m.runner.admission.works.limit),
+            (
+                "outstanding_tokens",
+                "Tokens that these may come to: sources, prefixes and new ones.",
+                lambda m: m.runner.admission.tokens.taken,
+            ),
+            (
+                "outstanding_tokens_limit",
+                "max_queue_tokens.",
+                lambda m: m.runner.admission.tokens.limit,
+            ),
+            ("rows", "Rows decoded side by side.", lambda m: m.runner.running),
             ("rows_limit", "max_rows.", lambda m: len(m.figures.rows_per_step) - 1),
         )
         for name, help, value in read:
@@ -264,7 +274,9 @@ class ModelCollector(Collector):
         )
 
     def _encoder_caches(self, served: list[ServedModel]) -> Iterator[Metric]:
-        caches = [((m.name,), m.encoder_cache) for m in served if m.encoder_cache is not None]
+        caches = [
+            ((m.name,), cache) for m in served if (cache := m.runner.encoder_cache) is not None
+        ]
         yield counters(
             "seqserve_encoder_cache_hits",
             "Sources found in the encoder cache.",

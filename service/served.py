@@ -16,14 +16,20 @@ import torch
 
 from model.cache import EncoderCache
 from model.checkpoint import ModelError
+from model.config import EngineConfig
 from model.engine import Engine
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
+from model.sequence import Decoding, FailureEvent
+from model.sequence import Sequence as Row
 from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
+from service.admission import Admission
 from service.figures import StepFigures
 from service.generation import Generator
 from service.inspection import Inspector
+from service.rates import RestartBudget
 from service.runner import Runner
 from service.settings import Settings, engine_config
 from service.validation import shown
@@ -34,7 +40,13 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-EXPECTED_FAILURES = (ModelError, OSError, MemoryError, torch.OutOfMemoryError)
+EXPECTED_FAILURES = (
+    ModelError,
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    GenerationError,
+)
 """What loading raises for reasons that its message explains."""
 
 State = Literal["loading", "ready", "failed", "draining"]
@@ -48,16 +60,36 @@ class ServedModel:
     loaded: LoadedModel
     runner: Runner
     figures: StepFigures
-    encoder_cache: EncoderCache | None = None
 
     @classmethod
-    def start(cls, name: str, loaded: LoadedModel, settings: Settings) -> ServedModel:
-        """Give a model an engine and a thread. Call it on the event loop."""
+    async def start(
+        cls, name: str, loaded: LoadedModel, settings: Settings, on_end: Callable[[str], None]
+    ) -> ServedModel:
+        """Give a model a thread and an engine that has shown that it works.
+
+        Args:
+            on_end: told why, when its engine has broken down for good.
+
+        Raises:
+            Exception: the model cannot generate.
+        """
         figures = StepFigures(settings.max_rows)
-        engine = Engine(loaded, engine_config(settings), figures.record)
-        runner = Runner(engine, settings.max_queue, name)
-        runner.start()
-        return cls(name, loaded, runner, figures, engine.encoder_cache)
+        config = engine_config(settings)
+
+        def make_engine() -> Engine:
+            warm_up(loaded, config)
+            return Engine(loaded, config, figures.record)
+
+        restarts = settings.max_restarts if settings.on_engine_failure == "restart" else 0
+        runner = Runner(
+            make_engine,
+            Admission(settings.max_queue, settings.max_queue_tokens),
+            name,
+            RestartBudget(restarts),
+            on_end,
+        )
+        await runner.start()
+        return cls(name, loaded, runner, figures)
 
     @cached_property
     def generator(self) -> Generator:
@@ -79,7 +111,9 @@ class ServedModel:
     def state(self) -> State:
         if self.runner.broken:
             return "failed"
-        return "draining" if self.runner.draining else "ready"
+        if self.runner.draining:
+            return "draining"
+        return "ready" if self.runner.ready else "loading"
 
     @property
     def family(self) -> str:
@@ -113,10 +147,11 @@ class ServedModel:
             source_is_target=spec.source_is_target,
             source_tokenizer=loaded.source_tokenizer is not None,
             target_tokenizer=loaded.target_tokenizer is not None,
-            waiting=self.runner.engine.waiting,
-            running=self.runner.engine.running,
+            waiting=self.runner.waiting,
+            running=self.runner.running,
+            restarts=self.runner.restarts,
             batches=batches(self.figures),
-            encoder_cache=cache_info(self.encoder_cache),
+            encoder_cache=cache_info(self.runner.encoder_cache),
         )
 
 
@@ -125,7 +160,8 @@ class Models:
 
     Args:
         directories: name -> directory of each model.
-        on_failure: called with the message when a model cannot be loaded.
+        on_failure: called with the message when a model cannot be loaded (where the settings do
+            not say to serve the others), or its engine has broken down for good.
         loaded: models that are in memory already, by name.
     """
 
@@ -137,7 +173,7 @@ class Models:
         loaded: Mapping[str, LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self.failure: str | None = None
+        self._failures: dict[str, str] = {}  # name -> why it could not be loaded
         self._directories = directories
         self._on_failure = on_failure
         self._loaded = dict(loaded or {})
@@ -154,25 +190,38 @@ class Models:
         return list(self._served.values())
 
     async def load(self) -> None:
-        """Load one after the other, off the event loop; each answers as soon as it is there."""
-        for name, loaded in self._loaded.items():
-            self._served[name] = ServedModel.start(name, loaded, self.settings)
-        for name, directory in self._directories.items():
-            try:
-                loaded = await in_daemon_thread(
-                    load_model, directory, self.settings.device, self.settings.dtype
-                )
-                self._served[name] = ServedModel.start(name, loaded, self.settings)
-            except Exception as error:  # noqa: BLE001 - a server without its model must say so
-                self._fail(f"model {name}: {explain(error)}", error)
-                return
-            logger.info("model %s is ready", name)
+        """Load all side by side, off the event loop; each answers as soon as it is there."""
+        await asyncio.gather(*map(self._load, self.names))
 
-    def _fail(self, message: str, error: Exception) -> None:
-        if not isinstance(error, EXPECTED_FAILURES):
+    async def _load(self, name: str) -> None:
+        try:
+            loaded = self._loaded.get(name)
+            if loaded is None:
+                loaded = await in_daemon_thread(
+                    load_model, self._directories[name], self.settings.device, self.settings.dtype
+                )
+            model = await ServedModel.start(name, loaded, self.settings, self._on_failure)
+        except Exception as error:  # noqa: BLE001 - a server without its model must say so
+            self._fail(name, error)
+            return
+        model.runner.draining = self.draining
+        self._served[name] = model
+        logger.info("model %s is ready", name)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        expected = isinstance(error, EXPECTED_FAILURES)
+        if not expected:
             logger.error("unexpected error while loading", exc_info=error)
-        self.failure = message
-        self._on_failure(message)
+        message = explain(error)
+        self._failures[name] = (
+            without_path(message, self._directories.get(name))
+            if expected
+            else "unexpected error; the server's log has the details"
+        )
+        if self.settings.on_load_failure == "serve":
+            logger.error("model %s: %s", name, message)
+        else:
+            self._on_failure(f"model {name}: {message}")
 
     def get(self, name: str | None) -> ServedModel:
         """The model that a request asks for.
@@ -188,7 +237,8 @@ class Models:
                 f"there is no model {shown(wanted)}; there are: {', '.join(names)}", "model"
             )
         if wanted not in self._served:
-            raise UnavailableError(f"model {wanted} is {self._missing()}", retry_after=1)
+            coming = wanted not in self._failures
+            raise UnavailableError(self._why_not(wanted), retry_after=1 if coming else None)
         return self._served[wanted]
 
     def check_ready(self) -> None:
@@ -201,16 +251,17 @@ class Models:
             raise UnavailableError("the server is shutting down")
         if any(model.runner.ready for model in self.served):
             return
-        if self._served:
-            raise UnavailableError("the model has failed; the server's log has the details")
-        raise UnavailableError(f"the model is {self._missing()}")
+        raise UnavailableError("; ".join(map(self._why_not, self.names)))
 
     def info(self) -> list[ModelInfo]:
-        state: State = "failed" if self.failure else "loading"
-        return [
-            self._served[name].info() if name in self._served else ModelInfo(name=name, state=state)
-            for name in self.names
-        ]
+        return [self._info(name) for name in self.names]
+
+    def _info(self, name: str) -> ModelInfo:
+        if name in self._served:
+            return self._served[name].info()
+        if name in self._failures:
+            return ModelInfo(name=name, state="failed", error=self._failures[name])
+        return ModelInfo(name=name, state="loading")
 
     async def drain(self, grace: float) -> bool:
         """Accept nothing more; wait for what runs. False if the grace period was too short."""
@@ -226,8 +277,30 @@ class Models:
         """End all engine threads."""
         await asyncio.gather(*(model.runner.stop() for model in self.served))
 
-    def _missing(self) -> str:
-        return f"not loaded: {self.failure}" if self.failure else "still loading"
+    def _why_not(self, name: str) -> str:
+        """Why a model does not answer."""
+        if name in self._failures:
+            return f"model {name} is not loaded: {self._failures[name]}"
+        if name not in self._served:
+            return f"model {name} is still loading"
+        broken = self._served[name].runner.broken
+        return f"model {name} has failed" if broken else f"model {name} is being restarted"
+
+
+def warm_up(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Generate two tokens with an engine of its own, whose figures and caches nobody sees.
+
+    Raises:
+        Exception: what would fail a request.
+    """
+    spec = loaded.spec
+    engine = Engine(loaded, config)
+    token = next(token for token in range(spec.src_vocab_size) if token != spec.pad_id)
+    engine.submit(Row([token], list(spec.decoder_start_ids), Decoding(max_new_tokens=2)))
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, FailureEvent):
+                raise event.error
 
 
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -306,3 +379,10 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory while loading; try --dtype bfloat16 or another --device"
     return str(error) or type(error).__name__
+
+
+def without_path(message: str, directory: Path | None) -> str:
+    """A message about a model directory that does not tell where it is."""
+    for path in (directory, directory.resolve()) if directory else ():
+        message = message.replace(f"{path}/", "").replace(str(path), "its directory")
+    return message

@@ -80,6 +80,12 @@ class Settings(BaseSettings):
         ge=1,
         description="Inputs accepted and not yet answered, for each model; more get status 429.",
     )
+    max_queue_tokens: int = Field(
+        4 * 1024 * 1024,
+        ge=1,
+        description="Source, prefix and new tokens that inputs accepted and not yet answered may "
+        "come to, for each model; more get status 429.",
+    )
     max_return_sequences: int = Field(
         64, ge=1, description="`num_return_sequences` of one input, at most"
     )
@@ -109,6 +115,22 @@ class Settings(BaseSettings):
         ge=0,
         le=TIMEOUT_LIMIT,
         description="Seconds that running requests get to finish after SIGTERM.",
+    )
+    on_load_failure: Literal["exit", "serve"] = Field(
+        "exit",
+        description="When a model cannot be loaded: exit, or serve the others and answer requests "
+        "for it with status 503.",
+    )
+    on_engine_failure: Literal["restart", "exit"] = Field(
+        "restart",
+        description="When an engine breaks down: restart it from the weights in memory, or exit "
+        "with a status that is not 0.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a model's engine within ten minutes; instead of one more the "
+        "server exits.",
     )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
     log_format: LogFormat = Field("text", description="text, or json: an object a line.")

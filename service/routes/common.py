@@ -14,8 +14,9 @@ from fastapi.routing import APIRoute
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
+from service.admission import Work
 from service.observation import UNKNOWN_MODEL, record_of
-from service.runner import Ticket, Work, work_of
+from service.runner import Ticket, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
 from service.validation import parse_json

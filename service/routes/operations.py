@@ -54,6 +54,7 @@ async def info(request: Request) -> InfoResponse:
         max_body_bytes=settings.max_body_bytes,
         max_inputs=settings.max_inputs,
         max_queue=settings.max_queue,
+        max_queue_tokens=settings.max_queue_tokens,
         max_rows=settings.max_rows,
         max_json_values=settings.max_json_values,
         max_tensor_values=settings.max_tensor_values,

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import service.served
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from seqserve import __version__
 from seqserve.schemas import (
@@ -89,6 +90,83 @@ async def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None
         assert response.status_code == 503
         assert "perceptron" in response.json()["error"]
         assert (await client.get("/info")).json()["models"][0]["state"] == "failed"
+
+
+async def until_loaded(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """What /info says of the models when none is loading any more."""
+    async with asyncio.timeout(10):
+        while True:
+            models: list[dict[str, Any]] = (await client.get("/info")).json()["models"]
+            if all(model["state"] != "loading" for model in models):
+                return models
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_that_cannot_be_loaded_does_not_take_the_others_down(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    ended: list[str] = []
+    settings = Settings(
+        models=(f"bad={tmp_path}", f"good={model_directory}", f"gone={tmp_path / 'nowhere'}"),
+        device="cpu",
+        on_load_failure="serve",
+    )
+    async with serving(create_app(settings, on_failure=ended.append)) as client:
+        models = await until_loaded(client)
+        assert [model["state"] for model in models] == ["failed", "ready", "failed"]
+        assert "perceptron" in models[0]["error"]
+        assert models[2]["error"] == "its directory: no such directory"
+        for text in (models[0]["error"], models[2]["error"]):
+            assert str(tmp_path) not in text
+        assert (await client.get("/ready")).status_code == 200
+        good = await client.post("/generate", json={"inputs": "a", "model": "good"})
+        assert good.status_code == 200
+        for name, body in (("bad", {}), ("gone", {"model": "gone"})):
+            refused = await client.post("/generate", json={"inputs": "a", **body})
+            assert refused.status_code == 503
+            assert refused.json()["error"].startswith(f"model {name} is not loaded: ")
+            assert "retry-after" not in refused.headers
+    assert not ended
+
+
+async def test_models_load_side_by_side(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=10)  # broken by one that waits for the other to end
+
+    def together(*args: Any) -> LoadedModel:
+        both.wait()
+        return load_model(*args)
+
+    monkeypatch.setattr(service.served, "load_model", together)
+    directories = (f"one={model_directory}", f"two={model_directory}")
+    async with serving(create_app(Settings(models=directories, device="cpu"))) as client:
+        assert [model["state"] for model in await until_loaded(client)] == ["ready", "ready"]
+
+
+async def test_a_model_that_cannot_generate_is_never_ready(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise GenerationError("the model's logits are not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.steppers.CachedStepper.step", broken)
+        async with serving(create_app(Settings(), {"m": native}, ended.append)) as client:
+            assert (await client.get("/ready")).status_code == 503
+            [model] = await until_loaded(client)
+            assert model["error"] == "the model's logits are not finite"
+    assert ended == ["model m: the model's logits are not finite"]
+
+
+async def test_warming_up_leaves_no_trace_in_the_figures(native: LoadedModel) -> None:
+    async with serving(create_app(Settings(), {"m": native})) as client:
+        assert (await client.get("/ready")).status_code == 200
+        [model] = (await client.get("/info")).json()["models"]
+        assert model["batches"]["steps"] == model["encoder_cache"]["misses"] == 0
 
 
 async def test_info_describes_models_and_limits(

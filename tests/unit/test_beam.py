@@ -346,8 +346,8 @@ class TestFaults:
         engine = Engine(model, EngineConfig())
         original = engine.stepper.step
 
-        def poisoned(live: Sequence[Row]) -> Tensor:
-            logits = original(live)
+        def poisoned(live: Sequence[Row], first: int = 0) -> Tensor:
+            logits = original(live, first)
             sick = [i for i, row in enumerate(live) if row.src[0] == 6 and len(row.tokens) == 2]
             if sick:
                 logits[sick[-1], 3] = torch.nan
@@ -395,7 +395,7 @@ class TestFaults:
     def test_a_step_that_fails_fails_the_search_once(
         self, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(live: Sequence[Row]) -> Tensor:
+        def broken(live: Sequence[Row], first: int = 0) -> Tensor:
             raise RuntimeError("broken")
 
         engine = Engine(model, EngineConfig())

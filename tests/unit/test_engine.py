@@ -371,8 +371,8 @@ class TestFaults:
         expected = [tokens_alone(model, row) for row in rows]
         original = engine.stepper.step
 
-        def poisoned(live: Sequence[Row]) -> Tensor:
-            logits = original(live)
+        def poisoned(live: Sequence[Row], first: int = 0) -> Tensor:
+            logits = original(live, first)
             for i, row in enumerate(live):
                 if row is rows[1] and len(row.tokens) == 2:
                     logits[i, 3] = torch.nan
@@ -393,7 +393,7 @@ class TestFaults:
     def test_a_step_that_fails_fails_its_rows_and_the_next_request_works(
         self, model: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(live: Sequence[Row]) -> Tensor:
+        def broken(live: Sequence[Row], first: int = 0) -> Tensor:
             raise RuntimeError("broken")
 
         rows = [Row([5, 2], [1], Decoding(6)), Row([6, 2], [1], Decoding(6))]
