@@ -8,9 +8,10 @@ was nearer than the margin, any other difference is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from tests.soak.wire import make_in_turn
 MARGIN = 1e-4
 """A decision with a smaller margin in the run alone may fall either way: it is rounding."""
 
-REPLAYS = 64
+REPLAYS = 16
+
+ENDED = -1
+"""Stands behind the last token of a sequence; no token's id."""
 
 PER_INPUT = ("inputs", "input_ids", "targets", "target_ids", "target_prefix", "parameters")
 """Fields that a list of inputs may have one of for each."""
@@ -113,17 +117,17 @@ class Judge:
         return Verdict(wrong=str(found[0]))
 
     def _may_fall_so(self, question: Question, alone: list[Any], served: list[Any]) -> bool:
-        """Whether each part with other tokens can be had by turning decisions within the margin."""
+        """Whether, where tokens differ, a decision within the margin may have been the first."""
         if not question.path.startswith("/generate") or len(alone) != len(served):
             return False
         turned = [
-            (single, decisions(other))
+            (single, openings)
             for single, one, other in zip(single_inputs(question), alone, served, strict=True)
-            if decisions(one) != decisions(other)
+            if (openings := differing_openings(decisions(one), decisions(other)))
         ]
         return bool(turned) and all(
-            any(replayed == wanted for replayed in self._replays(single))
-            for single, wanted in turned
+            any(agrees(replayed, openings) for replayed in self._replays(single))
+            for single, openings in turned
         )
 
     def _replays(self, question: Question) -> Iterator[list[list[int]]]:
@@ -136,6 +140,31 @@ class Judge:
         if name not in self._models:
             self._models[name] = load_model(self._directories[name], "cpu")
         return self._models[name]
+
+
+def differing_openings(
+    alone: Sequence[Sequence[int]], served: Sequence[Sequence[int]]
+) -> dict[int, list[int]]:
+    """Of each sequence served otherwise, its tokens up to the first that differs.
+
+    >>> differing_openings([[4, 5], [7, 8, 9], [4]], [[4, 5], [7, 6, 9], [4, 5]])
+    {1: [7, 6], 2: [4, 5]}
+    """
+    found = {}
+    for number, pair in enumerate(zip_longest(alone, served, fillvalue=())):
+        one, other = ([*tokens, ENDED] for tokens in pair)
+        if one != other:
+            same = takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+            found[number] = other[: len(list(same)) + 1]
+    return found
+
+
+def agrees(replayed: Sequence[list[int]], openings: Mapping[int, list[int]]) -> bool:
+    """Whether sequences begin with these openings."""
+    return all(
+        number < len(replayed) and [*replayed[number], ENDED][: len(opening)] == opening
+        for number, opening in openings.items()
+    )
 
 
 def replay(model: LoadedModel, request: GenerateRequest, seed: int) -> list[list[int]]:

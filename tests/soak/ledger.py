@@ -176,18 +176,24 @@ def idle_faults(info: InfoResponse) -> list[str]:
     ]
 
 
-def growth(warm: Footprint, end: Footprint) -> float:
-    """Of the memory, as a share of what was in use after warm-up."""
-    return end.rss / warm.rss - 1
+def growth(before: Footprint, end: Footprint) -> float:
+    """Of the memory, as a share of what was in use before."""
+    return end.rss / before.rss - 1
 
 
-def footprint_faults(start: Footprint, warm: Footprint, end: Footprint) -> list[str]:
-    """Where a process takes more than it did when it was ready, or after warm-up."""
+def footprint_faults(
+    start: Footprint, before: Footprint, end: Footprint, *, warm: bool
+) -> list[str]:
+    """Where a process takes more than it did when it was ready, or some time later.
+
+    Args:
+        warm: whether it had its memory by then.
+    """
     found = []
-    if growth(warm, end) > GROWTH_ALLOWED:
-        found.append(f"memory grew by {growth(warm, end):.1%} after warm-up")
-    if end.files > warm.files:
-        found.append(f"open files grew from {warm.files} to {end.files} after warm-up")
+    if warm and growth(before, end) > GROWTH_ALLOWED:
+        found.append(f"memory grew by {growth(before, end):.1%} after warm-up")
+    if end.files > before.files:
+        found.append(f"open files grew from {before.files} to {end.files}")
     if end.threads > start.threads + WORKERS_ALLOWED:
         found.append(f"threads grew from {start.threads} to {end.threads}")
     return found

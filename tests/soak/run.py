@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from seqserve.schemas import InfoResponse, ModelInfo
@@ -29,8 +29,11 @@ from tests.soak.wire import Caller, make_all
 
 logger = logging.getLogger(__name__)
 
-WARM = 0.25
-"""Share of the requests after which a server has seen everything."""
+QUARTER = 0.25
+"""Of the requests: memory is compared between the first and the last ones."""
+
+WARM_UP = 2000
+"""Requests until a process has seen all shapes, and its allocator has what it needs."""
 
 SETTLING = 10.0
 """Seconds for the last rows of callers who left to go, and for their sockets."""
@@ -77,9 +80,9 @@ class Report:
     """All figures of a soak.
 
     Attributes:
-        start, warm, end: footprints of the idle server: when it was ready, after `WARM` of the
-            requests, after the last one.
-        peak: most memory at the end of a wave.
+        start, warm, end: footprints of the idle server: when it was ready, after the first quarter
+            of the requests, after the last one. Memory is the most of the first and of the last
+            quarter: an allocator gives some back now and then.
         ending: seconds that the idle server took to end on SIGTERM.
         busiest: most rows in one step, of each model.
     """
@@ -91,7 +94,6 @@ class Report:
     start: Footprint
     warm: Footprint
     end: Footprint
-    peak: int
     seconds: float
     ending: float
     busiest: dict[str, int]
@@ -100,11 +102,16 @@ class Report:
     killed: Interrupted = field(default_factory=Interrupted)
 
     @property
+    def warmed_up(self) -> bool:
+        """Whether the first quarter was long enough to judge memory by."""
+        return QUARTER * self.requests >= WARM_UP
+
+    @property
     def broken(self) -> list[str]:
         """Every promise that was broken; empty if all held."""
         return [
             *self.ledger.broken,
-            *footprint_faults(self.start, self.warm, self.end),
+            *footprint_faults(self.start, self.warm, self.end, warm=self.warmed_up),
             *self.compared.faults,
             *(f"SIGTERM: {fault}" for fault in self.terminated.broken),
             *(f"SIGKILL: {fault}" for fault in self.killed.broken),
@@ -130,18 +137,23 @@ async def under_traffic(words: Sequence[str], requests: int, seed: int) -> Repor
     with started(*words) as server:
         pid, info, ledger = server.process.pid, info_of(server), Ledger()
         traffic = Traffic(seed, requests, info.models, info.limits)
-        prints, done, began = [Footprint.of(pid)], 0, time.monotonic()
-        warm = prints[0]
+        start, prints, done, began = (
+            Footprint.of(pid),
+            list[tuple[int, Footprint]](),
+            0,
+            time.monotonic(),
+        )
         for wave in traffic.waves():
             for call, reply in await make_all(*address(server), wave):
                 ledger.take(call, reply)
             await _settle(server, ledger)
-            prints.append(Footprint.of(pid))
             done += len(wave.calls)
-            warm = prints[-1] if done <= max(WARM * requests, len(wave.calls)) else warm
-            logger.info("%d of %d requests, %.1f MiB", done, requests, prints[-1].rss / MIB)
+            prints.append((done, Footprint.of(pid)))
+            logger.info("%d of %d requests, %.1f MiB", done, requests, prints[-1][1].rss / MIB)
         seconds = time.monotonic() - began
-        end = await _settled_footprint(pid, warm)
+        warm = _most([p for done, p in prints if done <= QUARTER * requests] or [prints[0][1]])
+        end = _most([p for done, p in prints if done > (1 - QUARTER) * requests])
+        end = replace(end, files=await _settled_files(pid, warm.files))
         busiest = {m.name: m.batches.max_rows if m.batches else 0 for m in info_of(server).models}
         await _fill_the_queue(server, ledger, info.models)
         return Report(
@@ -149,10 +161,9 @@ async def under_traffic(words: Sequence[str], requests: int, seed: int) -> Repor
             requests,
             [model.name for model in info.models],
             ledger,
-            prints[0],
+            start,
             warm,
             end,
-            max(each.rss for each in prints),
             seconds,
             await _end(server, ledger),
             busiest,
@@ -181,10 +192,15 @@ async def _settle(server: Server, ledger: Ledger) -> None:
     ledger.broken += idle_faults(info)
 
 
-async def _settled_footprint(pid: int, warm: Footprint) -> Footprint:
-    """Once the sockets of the last callers are closed."""
-    await _until(lambda: Footprint.of(pid).files <= warm.files)
-    return Footprint.of(pid)
+def _most(prints: Sequence[Footprint]) -> Footprint:
+    """The last of them, with the most memory of all."""
+    return replace(prints[-1], rss=max(each.rss for each in prints))
+
+
+async def _settled_files(pid: int, before: int) -> int:
+    """Open files, once the sockets of the last callers are closed."""
+    await _until(lambda: Footprint.of(pid).files <= before)
+    return Footprint.of(pid).files
 
 
 async def _fill_the_queue(server: Server, ledger: Ledger, models: Sequence[ModelInfo]) -> None:
