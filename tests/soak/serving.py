@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from seqserve import Client
@@ -35,9 +37,13 @@ def arguments(models: dict[str, Path], *settings: dict[str, object]) -> list[str
     return words + [str(word) for pair in given for word in pair]
 
 
-def started(*words: str) -> AbstractContextManager[Server]:
-    """A server that is ready; it is killed at the end, if it has not ended by then."""
-    return serving(*words)
+@contextmanager
+def started(*words: str) -> Iterator[Server]:
+    """A server all of whose models are ready; it is killed at the end, if it still runs then."""
+    with serving(*words) as server, Client(server.url) as client:
+        while any(model.state == "loading" for model in client.info().models):
+            time.sleep(0.05)
+        yield server
 
 
 def address(server: Server) -> tuple[str, int]:
