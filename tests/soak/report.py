@@ -12,7 +12,7 @@ from typing import Any
 from tests.soak.ledger import LEFT, Tally, growth
 from tests.soak.process import MIB, Footprint
 from tests.soak.restarts import Interrupted
-from tests.soak.run import Report
+from tests.soak.run import EVERY_PLACE, Report
 
 BEGIN, END = "<!-- figures: make soak writes them -->", "<!-- end of the figures -->"
 """What stands around the figures on a page."""
@@ -110,7 +110,11 @@ def _whole(report: Report) -> list[str]:
         ),
         ("open files: ready / after the first quarter / at the end", _three(report, "files")),
         ("threads, likewise", _three(report, "threads")),
-        ("rows in use and waiting at the end", "0, and every place of the queues free"),
+        ("rows in use or inputs waiting at the end", ", ".join(report.left_over) or "none"),
+        (
+            "requests at the end that need every place in a queue",
+            f"{ledger.kinds[EVERY_PLACE].statuses[200]} of {len(report.models)} served",
+        ),
         ("from SIGTERM to the exit, without work", f"{report.ending:.1f} s"),
         ("machine", f"{_processor()}, Python {platform.python_version()}"),
     ]

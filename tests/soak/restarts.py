@@ -16,8 +16,8 @@ from tests.soak.wire import Caller, Reply
 
 CALLERS = 24
 
-UNDER_LOAD = 1.5
-"""Seconds that callers have been at it when the signal comes."""
+UNDER_LOAD = 2 * CALLERS
+"""Calls that have been answered when the signal comes."""
 
 PROMPT = 10.0
 """Seconds within which a caller must know that its server was killed."""
@@ -49,15 +49,21 @@ class Interrupted:
 
 @dataclass
 class Load:
-    """Callers that go on until they are turned away."""
+    """Callers that go on until they are turned away.
+
+    Attributes:
+        under_way: set when `UNDER_LOAD` calls have been made, or no more will be.
+    """
 
     host: str
     port: int
     calls: Iterator[Call]
     made: list[tuple[Call, Reply]] = field(default_factory=list)
+    under_way: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         await asyncio.gather(*(self._work() for _ in range(CALLERS)))
+        self.under_way.set()  # turned away before it could begin
 
     async def _work(self) -> None:
         caller = Caller(self.host, self.port)
@@ -66,6 +72,8 @@ class Load:
             call = next(self.calls)
             reply = await caller.make(call)
             self.made.append((call, reply))
+            if len(self.made) >= UNDER_LOAD:
+                self.under_way.set()
             welcome = reply.status == 200
         caller.close()
 
@@ -76,7 +84,7 @@ async def interrupted(
     """Send a signal to a busy server; the calls that were answered before it."""
     load = Load(*address(server), traffic.plain_calls())
     callers = asyncio.create_task(load.run())
-    await asyncio.sleep(UNDER_LOAD)
+    await load.under_way.wait()
     moment = time.monotonic()
     server.process.send_signal(number)
     status = await asyncio.to_thread(server.wait)
@@ -86,12 +94,12 @@ async def interrupted(
     if status != expected:
         found.broken.append(f"{number.name}: exit status {status}")
     for call, reply in load.made:
-        _enter(found, moment, call, reply, killed=number == signal.SIGKILL)
+        enter(found, moment, call, reply, killed=number == signal.SIGKILL)
     before = [(c, r) for c, r in load.made if r.began + r.seconds < moment]
     return found, before
 
 
-def _enter(found: Interrupted, moment: float, call: Call, reply: Reply, killed: bool) -> None:
+def enter(found: Interrupted, moment: float, call: Call, reply: Reply, killed: bool) -> None:
     """Count a call, and say where more was lost than may be."""
     fault = f"call {call.number} ({call.kind}): {reply.fate} {reply.status} {reply.reason}"
     if reply.began + reply.seconds < moment:

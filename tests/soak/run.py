@@ -38,10 +38,13 @@ WARM_UP = 2000
 SETTLING = 10.0
 """Seconds for the last rows of callers who left to go, and for their sockets."""
 
+EVERY_PLACE = "every place"
+"""The kind of a request that needs all places in a queue."""
+
 GLANCE = 0.05
 """Seconds between two looks."""
 
-QUICK = 10.0
+QUICK = 30.0
 """Seconds in which a server without work ends; its grace period is longer."""
 
 
@@ -85,6 +88,7 @@ class Report:
             quarter: an allocator gives some back now and then.
         ending: seconds that the idle server took to end on SIGTERM.
         busiest: most rows in one step, of each model.
+        left_over: rows in use and inputs waiting at the end.
     """
 
     seed: int
@@ -97,6 +101,7 @@ class Report:
     seconds: float
     ending: float
     busiest: dict[str, int]
+    left_over: list[str]
     compared: Compared = field(default_factory=Compared)
     terminated: Interrupted = field(default_factory=Interrupted)
     killed: Interrupted = field(default_factory=Interrupted)
@@ -154,7 +159,8 @@ async def under_traffic(words: Sequence[str], requests: int, seed: int) -> Repor
         warm = _most([p for done, p in prints if done <= QUARTER * requests] or [prints[0][1]])
         end = _most([p for done, p in prints if done > (1 - QUARTER) * requests])
         end = replace(end, files=await _settled_files(pid, warm.files))
-        busiest = {m.name: m.batches.max_rows if m.batches else 0 for m in info_of(server).models}
+        info = info_of(server)
+        busiest = {m.name: m.batches.max_rows if m.batches else 0 for m in info.models}
         await _fill_the_queue(server, ledger, info.models)
         return Report(
             seed,
@@ -167,6 +173,7 @@ async def under_traffic(words: Sequence[str], requests: int, seed: int) -> Repor
             seconds,
             await _end(server, ledger),
             busiest,
+            idle_faults(info),
         )
 
 
@@ -212,7 +219,7 @@ async def _fill_the_queue(server: Server, ledger: Ledger, models: Sequence[Model
             "inputs": ["all"] * PLACES,
             "parameters": {"max_new_tokens": 1},
         }
-        question = Question("every place", "/generate", body)
+        question = Question(EVERY_PLACE, "/generate", body)
         call = Call(
             -1 - number,
             question.kind,

@@ -375,7 +375,7 @@ def refusals(draw: Draw) -> list[Refusal]:
         bad("inputs[1]", inputs=[word, too_long, word]),
         bad("inputs", inputs=5),
         bad("inputs", inputs=["a"] * (draw.limits.max_inputs + 1)),
-        bad("input_ids[0]", input_ids=[[4, draw.model.src_vocab_size], [4]]),
+        bad("input_ids[0][1]", input_ids=[[4, draw.model.src_vocab_size], [4]]),
         bad("input_ids[0]", "/attention", input_ids=[10**9]),
         bad("target_ids[0]", "/score", inputs=word, target_ids=[-1]),
         bad("temprature", inputs=word, temprature=1.0),
@@ -507,22 +507,22 @@ class Traffic:
         path = self._rng.choice(["/generate", "/next"])
         return self._asked(number, Question("bulk list", path, body), True, compared=False)
 
-    def _slow(self) -> Question:
-        """A question that takes a while."""
+    def _slow(self, **fields: Any) -> Question:
+        """A question that takes a while, with further fields."""
         lasting = [m for m in self.models if (m.max_target_tokens or 0) >= ENDLESS] or self.models
         draw = Draw(self._rng, self._rng.choice(list(lasting)), self.limits)
         path, body = long(draw)
         stream = self._rng.random() < 0.5
-        return Question("slow", path, {"model": draw.model.name, **body, "stream": stream})
+        body = {"model": draw.model.name, **body, "stream": stream, **fields}
+        return Question("slow", path, body)
 
     def _hurried(self, number: int, rushing: bool) -> Call:
         """A call with a deadline that it may or may not meet."""
-        question, timeout = self._slow(), round(self._rng.uniform(0.001, 0.2), 4)
-        headers: tuple[tuple[str, str], ...] = ()
+        timeout = round(self._rng.uniform(0.001, 0.2), 4)
         if self._rng.random() < 0.5:
-            question.body["timeout"] = timeout
+            question, headers = self._slow(timeout=timeout), ()
         else:
-            headers = (("x-request-timeout", str(timeout)),)
+            question, headers = self._slow(), (("x-request-timeout", str(timeout)),)
         allowed = frozenset({200, 504, 429} if rushing else {200, 504})
         return self._asked(
             number,
@@ -537,10 +537,10 @@ class Traffic:
 
     def _left(self, number: int, rushing: bool) -> Call:
         """A call whose caller goes away: at once, while it runs, amid its stream or its body."""
-        rng, question = self._rng, self._slow()
+        rng = self._rng
         where = rng.choice(["queued", "running", "streaming", "sending"])
+        question = self._slow(stream=True) if where == "streaming" else self._slow()
         if where == "streaming":
-            question.body["stream"] = True
             manner = Manner(leaves_at_event=rng.randint(1, 12))
         elif where == "sending":
             manner = Manner(leaves_after=rng.uniform(0.0, 0.05), sends=rng.uniform(0.0, 0.9))
