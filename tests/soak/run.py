@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 QUARTER = 0.25
 """Of the requests: memory is compared between the first and the last ones."""
 
-WARM_UP = 2000
+WARM_UP = 4000
 """Requests until a process has seen all shapes, and its allocator has what it needs."""
 
 SETTLING = 10.0
