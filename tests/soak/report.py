@@ -97,7 +97,7 @@ def _whole(report: Report) -> list[str]:
         ("429, the queue was full", f"{ledger.total(429):,}"),
         ("504, the deadline passed", _deadlines(report)),
         ("left by their callers", f"{ledger.total(LEFT):,}"),
-        ("refused with another status", f"{sum(map(ledger.total, _others(report))):,}"),
+        ("another status", f"{sum(map(ledger.total, _others(report))):,}"),
         (
             "answers compared with those alone",
             f"{compared.answers:,} to {compared.questions:,} questions; "
@@ -106,7 +106,8 @@ def _whole(report: Report) -> list[str]:
         ("latency, p50 / p99", _latency(ledger.seconds)),
         (
             "memory: ready / most in the first quarter / in the last",
-            f"{_memory(report)}, {growth(report.warm, report.end):+.1%}",
+            f"{_memory(report)}, {growth(report.warm, report.end):+.1%}"
+            + ", from too few requests to judge" * (not report.warmed_up),
         ),
         ("open files: ready / after the first quarter / at the end", _three(report, "files")),
         ("threads, likewise", _three(report, "threads")),
