@@ -44,7 +44,7 @@ EVERY_PLACE = "every place"
 GLANCE = 0.05
 """Seconds between two looks."""
 
-QUICK = 30.0
+QUICK = 60.0
 """Seconds in which a server without work ends; its grace period is longer."""
 
 

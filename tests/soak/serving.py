@@ -19,7 +19,7 @@ LIMITS = {
     "--max-inputs": PLACES,
     "--max-rows": 32,
     "--max-body-bytes": 1 << 16,
-    "--grace": 60,
+    "--grace": 120,
     "--timeout": 240,  # on a machine that is busy with other things too
 }
 """Small, so that a soak reaches them."""
