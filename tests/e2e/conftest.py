@@ -22,7 +22,8 @@ SEQSERVE = ("-c", "from seqserve.cli import main; main()")
 FAULTY = ("-m", "tests.e2e.faulty_server")
 """What Python runs: the command line as it is, or with a model whose steps fail for some inputs."""
 
-PATIENCE = 60.0
+PATIENCE = 240.0
+"""Seconds for what takes a few: the machine may be busy with other things."""
 
 
 class Server:
