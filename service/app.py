@@ -7,14 +7,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.staticfiles import StaticFiles
 
 from model.loader import LoadedModel
 from seqserve import __version__
 from service.errors import install_error_handlers
-from service.middleware import Frame
+from service.keys import read_keys
+from service.middleware import Frame, Gate, is_open
 from service.routes import generate, inspect, operations
 from service.served import Models
 from service.settings import Settings
@@ -22,6 +25,31 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 SWAGGER_UI = Path(__file__).parent / "swagger_ui"
+
+REQUEST_HEADERS = [
+    "authorization",
+    "content-type",
+    "x-api-key",
+    "x-request-id",
+    "x-request-timeout",
+]
+"""What a page of another origin may send."""
+
+RESPONSE_HEADERS = [
+    "retry-after",
+    "x-generated-tokens",
+    "x-inference-time",
+    "x-prompt-tokens",
+    "x-queue-time",
+    "x-request-id",
+]
+"""What such a page may read of an answer."""
+
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either way to send an API key will do."""
 
 DESCRIPTION = """
 Inference for encoder-decoder Transformers, many callers at once.
@@ -42,6 +70,7 @@ def create_app(
         models: models in memory, by name, to serve instead of the settings' directories.
         on_failure: called with the message when a model cannot be loaded.
     """
+    keys = read_keys(settings)
     directories = {} if models else settings.directories
     host = Models(settings, directories, on_failure or logger.error, models)
 
@@ -69,9 +98,36 @@ def create_app(
     )
     app.state.models = host
     app.state.settings = settings
-    app.add_middleware(Frame, root_path=settings.root_path, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=REQUEST_HEADERS,
+            expose_headers=RESPONSE_HEADERS,
+        )
+    app.add_middleware(Frame, root_path=settings.root_path)  # the last one added is the outermost
     install_error_handlers(app)
     for routes in (generate, inspect, operations):
         app.include_router(routes.router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
+    if keys:
+        _declare_keys(app)
     return app
+
+
+def _declare_keys(app: FastAPI) -> None:
+    """Let the OpenAPI document say which paths need a key, so that /docs asks for one."""
+    document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = document()
+        found["components"]["securitySchemes"] = SECURITY_SCHEMES
+        for path, methods in found["paths"].items():
+            if not is_open(path):
+                for operation in methods.values():
+                    operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI has it extended

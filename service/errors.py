@@ -15,6 +15,7 @@ from seqserve.errors import (
     MethodNotAllowedError,
     NotFoundError,
     SeqserveError,
+    UnauthorizedError,
 )
 from seqserve.schemas import ErrorResponse
 from service.validation import cut, describe
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTIONS: dict[int, str] = {
     400: "The body is not valid JSON.",
+    401: "API keys are set, and none or a wrong one came.",
     404: "There is no such model.",
     413: "The body is over the limit.",
     422: "A field is wrong, missing, unknown or too long; `param` names it.",
@@ -57,6 +59,8 @@ def envelope(error: SeqserveError, request_id: str | None) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 
 

@@ -6,16 +6,20 @@ description is the option's help and stands in docs/settings.md.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import EngineConfig
 from seqserve.schemas import TIMEOUT_LIMIT
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#,\s]+")
+"""As browsers send it: scheme, host and port only."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -24,7 +28,11 @@ class Settings(BaseSettings):
     """Settings of `seqserve serve`. The command line wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SEQSERVE_", extra="forbid", frozen=True, env_ignore_empty=True
+        env_prefix="SEQSERVE_",
+        extra="forbid",
+        frozen=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,  # it may be a key
     )
 
     # NoDecode: the variable is a comma-separated list, not JSON.
@@ -39,6 +47,21 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     root_path: str = Field(
         "", description="Path under which a proxy publishes the server, such as /seqserve."
+    )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="API keys that are accepted, separated by commas. Only a variable: others can "
+        "read a process's command line.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File of API keys that are accepted, one a line; empty lines and lines that "
+        "begin with # do not count. It is read once, at the start.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Origins whose pages a browser lets call the server, such as "
+        "https://app.example.org; * is any. Repeat the option; separate by commas in the variable.",
     )
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto takes CUDA when there is one."
@@ -111,11 +134,22 @@ class Settings(BaseSettings):
     )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins must be * or origins such as https://app.example.org, "
+                    f"without a path, got {origin!r}"
+                )
         return value
 
     @field_validator("root_path")

@@ -121,7 +121,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     "/generate",
     summary="Continue each input",
     response_model=GenerateResponse | list[GenerateResponse],
-    responses=responses(400, 404, 413, 422, 429, 500, 503, 504) | STREAM,
+    responses=responses(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAM,
     openapi_extra={"requestBody": {"content": {"application/json": {"examples": EXAMPLES}}}},
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
@@ -153,7 +153,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     "/generate_stream",
     summary="Continue one input, token by token",
     response_class=StreamingResponse,  # what the OpenAPI document says of it
-    responses=responses(400, 404, 413, 422, 429, 503) | STREAM,
+    responses=responses(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAM,
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Server-sent events: `/generate` with `"stream": true`."""

@@ -54,8 +54,8 @@ def examples(**values: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"examples": shown}}}}
 
 
-OF_A_RUN = responses(400, 404, 413, 422, 429, 500, 503, 504)
-OF_TEXT = responses(400, 404, 413, 422, 503)
+OF_A_RUN = responses(400, 401, 404, 413, 422, 429, 500, 503, 504)
+OF_TEXT = responses(400, 401, 404, 413, 422, 503)
 
 
 @router.post(
