@@ -633,6 +633,9 @@ class Limits(Answer):
 
     max_body_bytes: int
     max_inputs: int
+    max_characters: int
+    max_beams: int
+    max_return_sequences: int
     max_queue: int
     max_rows: int
     max_json_values: int

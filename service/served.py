@@ -23,6 +23,7 @@ from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.generation import Generator
 from service.inspection import Inspector
+from service.limits import within
 from service.runner import Runner, StepFigures
 from service.settings import Settings, engine_config
 from service.validation import shown
@@ -52,6 +53,7 @@ class ServedModel:
     @classmethod
     def start(cls, name: str, loaded: LoadedModel, settings: Settings) -> ServedModel:
         """Give a model an engine and a thread. Call it on the event loop."""
+        loaded = within(loaded, settings)
         figures = StepFigures(settings.max_rows)
         engine = Engine(loaded, engine_config(settings), figures.record)
         runner = Runner(engine, settings.max_queue, name)

@@ -103,7 +103,26 @@ class Settings(BaseSettings):
         description="Inputs accepted and not yet answered, for each model; more get status 429.",
     )
     max_return_sequences: int = Field(
-        64, ge=1, description="`num_return_sequences` of one input, at most"
+        64, ge=1, description="num_return_sequences of one input, at most."
+    )
+    max_beams: int = Field(
+        64, ge=1, description="num_beams of one input, at most; never more than max_rows."
+    )
+    max_source_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Source tokens of one input, where that is less than the model takes.",
+    )
+    max_target_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Target tokens of one answer (decoder start, prefix and new ones), where that "
+        "is less than the model takes.",
+    )
+    max_characters: int = Field(
+        100_000,
+        ge=1,
+        description="Characters of one text; a longer one is refused before it is tokenised.",
     )
     max_inputs: int = Field(1024, ge=1, description="Inputs (or targets) of one request.")
     max_body_bytes: int = Field(
@@ -165,6 +184,13 @@ class Settings(BaseSettings):
                 "such a request could never be accepted"
             )
         return self
+
+    @property
+    def beam_limit(self) -> tuple[str, int]:
+        """Which setting limits num_beams, and its value: all beams of an input are rows."""
+        if self.max_rows < self.max_beams:
+            return "max_rows", self.max_rows
+        return "max_beams", self.max_beams
 
     @property
     def directories(self) -> dict[str, Path]:

@@ -21,7 +21,6 @@ from service.routes.common import (
     JsonRoute,
     answer,
     body_size,
-    check_count,
     check_size,
     models_of,
     run,
@@ -164,18 +163,18 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
 
 
 async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel, list[Plan]]:
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
     settings = settings_of(request)
     sequences = 0
     for i in range(body.count):
         parameters, place = body.parameters_of(i), body.parameters_place(i)
         sequences += (parameters.num_return_sequences or 1) if parameters.samples else 1
         for name, limit in (
-            ("num_return_sequences", settings.max_return_sequences),
-            ("num_beams", settings.max_rows),
+            ("num_return_sequences", ("max_return_sequences", settings.max_return_sequences)),
+            ("num_beams", settings.beam_limit),
         ):
-            if (wanted := getattr(parameters, name) or 1) > limit:
-                message = f"{place}.{name} must be at most {limit}, got {wanted}"
+            setting, most = limit
+            if (wanted := getattr(parameters, name) or 1) > most:
+                message = f"{place}.{name} must be at most {most} ({setting}), got {wanted}"
                 raise InvalidRequestError(message, f"{place}.{name}")
     if sequences > settings.max_queue:
         raise InvalidRequestError(

@@ -20,7 +20,6 @@ from seqserve.schemas import (
     ScoreResponse,
     TokenizeRequest,
     TokenizeResponse,
-    as_list,
     as_lists,
 )
 from service.errors import responses
@@ -33,7 +32,6 @@ from service.routes.common import (
     JsonRoute,
     answer,
     body_size,
-    check_count,
     check_size,
     models_of,
     run,
@@ -73,7 +71,6 @@ OF_TEXT = responses(400, 401, 404, 413, 422, 503)
 )
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
-    _check_counts(request, body)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
@@ -103,8 +100,6 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
 )
 async def next_tokens(request: Request, body: NextRequest) -> Response:
     """What the model would put behind the decoder start and the target prefix."""
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, body.prefix_name, body.prefix_count)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
@@ -133,7 +128,6 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
 )
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Log-softmax of the raw logits at each target token, in one teacher-forced pass."""
-    _check_counts(request, body)
     model = models_of(request).get(body.model)
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
     tokens = sum(len(p.tgt) for p in passes)
@@ -168,7 +162,6 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 )
 async def attention(request: Request, body: AttentionRequest) -> Response:
     """Of every layer and head, in one teacher-forced pass over decoder start and targets."""
-    _check_counts(request, body)
     model = models_of(request).get(body.model)
     inspector = model.inspector
     passes = await sized(await body_size(request), inspector.plan_attention, body)
@@ -198,8 +191,6 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Just what /generate makes of the same text, `</s>` included."""
-    texts = as_list(body.inputs)
-    check_count(request, "inputs", len(texts))
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("inputs")
     inspector = models_of(request).get(body.model).inspector
@@ -221,7 +212,6 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Special tokens add nothing to the text."""
     id_lists = as_lists(body.input_ids)
-    check_count(request, "input_ids", len(id_lists))
     vocabulary = models_of(request).get(body.model).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("input_ids")
     nested = id_lists is body.input_ids
@@ -233,11 +223,6 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return dump_json(answers if nested else answers[0])
 
     return Response(await sized(await body_size(request), write), media_type=JSON)
-
-
-def _check_counts(request: Request, body: LogitsRequest | ScoreRequest | AttentionRequest) -> None:
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, body.targets_name, body.target_count or 0)
 
 
 def _wants_binary(request: Request, body: LogitsRequest | AttentionRequest) -> bool:

@@ -61,6 +61,9 @@ async def info(request: Request) -> InfoResponse:
     limits = Limits(
         max_body_bytes=settings.max_body_bytes,
         max_inputs=settings.max_inputs,
+        max_characters=settings.max_characters,
+        max_beams=settings.beam_limit[1],
+        max_return_sequences=settings.max_return_sequences,
         max_queue=settings.max_queue,
         max_rows=settings.max_rows,
         max_json_values=settings.max_json_values,
