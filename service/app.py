@@ -98,7 +98,12 @@ def create_app(
     )
     app.state.models = host
     app.state.settings = settings
-    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        Gate,
+        keys=keys,
+        max_body_bytes=settings.max_body_bytes,
+        receive_timeout=settings.receive_timeout,
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -79,14 +79,18 @@ class Gate:
     """Innermost middleware: what comes in, and what goes out when a handler fails.
 
     - Where there are API keys, a request without one is refused before its body is read.
-    - So is a body over the limit; one that comes in chunks, as soon as it is over.
+    - So is a body over the limit; one that comes in chunks, as soon as it is over; one that does
+      not come, when its time is over.
     - What no handler caught becomes a plain 500 in the envelope; its trace goes to the log only.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, receive_timeout: float
+    ) -> None:
         self.app = app
         self.keys = keys
         self.max_body_bytes = max_body_bytes
+        self.receive_timeout = receive_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,7 +105,7 @@ class Gate:
 
         try:
             self._check_head(scope)
-            await self.app(scope, self._counting(receive), send_watched)
+            await self.app(scope, self._bounded(receive), send_watched)
         except (Exception, asyncio.CancelledError) as error:
             if started:
                 raise
@@ -116,17 +120,28 @@ class Gate:
             _declare_json(scope)
         self._check_size(_content_length(headers))
 
-    def _counting(self, receive: Receive) -> Receive:
-        size = 0
+    def _bounded(self, receive: Receive) -> Receive:
+        size, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self.receive_timeout
 
-        async def receive_counted() -> Message:
-            nonlocal size
-            message = await receive()
+        async def receive_bounded() -> Message:
+            nonlocal size, complete
+            if complete:  # what follows is the end of the connection, whenever that comes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise InvalidRequestError(
+                    f"the body took longer than {self.receive_timeout:g} seconds (receive_timeout)",
+                    status=408,
+                ) from None
+            complete = not message.get("more_body", False)
             size += len(message.get("body", b""))
             self._check_size(size)
             return message
 
-        return receive_counted
+        return receive_bounded
 
     def _check_size(self, size: int) -> None:
         if size > self.max_body_bytes:

@@ -128,6 +128,13 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Size of a request's body; more gets status 413."
     )
+    receive_timeout: float = Field(
+        30.0,
+        gt=0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds in which a request's head, and then its body, must have come; slower "
+        "ones get status 408.",
+    )
     max_json_values: int = Field(
         1_000_000,
         ge=1,
