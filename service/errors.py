@@ -26,7 +26,9 @@ DESCRIPTIONS: dict[int, str] = {
     400: "The body is not valid JSON.",
     401: "API keys are set, and none or a wrong one came.",
     404: "There is no such model.",
+    408: "The body took too long to come.",
     413: "The body is over the limit.",
+    415: "The body is compressed.",
     422: "A field is wrong, missing, unknown or too long; `param` names it.",
     429: "The queue is full; `Retry-After` says when to try again.",
     500: "The model failed on this input.",
@@ -34,6 +36,12 @@ DESCRIPTIONS: dict[int, str] = {
     504: "The request's timeout passed.",
 }
 """HTTP status -> what it means, for the OpenAPI document."""
+
+OF_A_BODY = (400, 401, 404, 408, 413, 415, 422, 503)
+"""What any route with a body may answer."""
+
+OF_A_RUN = (*OF_A_BODY, 429, 500, 504)
+"""What any route may answer for which a model runs."""
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

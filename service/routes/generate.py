@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from model.sequence import Event, TokenEvent
 from seqserve.errors import ClientGoneError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse, StreamEvent
-from service.errors import envelope_of, responses
+from service.errors import OF_A_RUN, envelope_of, responses
 from service.numbers import dump_json
 from service.planning import Plan
 from service.routes.common import (
@@ -110,7 +110,15 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "With `stream`: server-sent events, each `data: ` and a `StreamEvent`.",
         "content": {
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {
+                "itemSchema": {  # of OpenAPI 3.2: the body is a sequence of such events
+                    "type": "object",
+                    "required": ["data"],
+                    "properties": {
+                        "data": {"type": "string", "contentMediaType": "application/json"}
+                    },
+                }
+            },
         },
     }
 }
@@ -120,7 +128,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     "/generate",
     summary="Continue each input",
     response_model=GenerateResponse | list[GenerateResponse],
-    responses=responses(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAM,
+    responses=responses(*OF_A_RUN) | STREAM,
     openapi_extra={"requestBody": {"content": {"application/json": {"examples": EXAMPLES}}}},
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
@@ -152,7 +160,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     "/generate_stream",
     summary="Continue one input, token by token",
     response_class=StreamingResponse,  # what the OpenAPI document says of it
-    responses=responses(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAM,
+    responses=responses(*OF_A_RUN) | STREAM,
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Server-sent events: `/generate` with `"stream": true`."""

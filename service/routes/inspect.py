@@ -22,7 +22,7 @@ from seqserve.schemas import (
     TokenizeResponse,
     as_lists,
 )
-from service.errors import responses
+from service.errors import OF_A_BODY, OF_A_RUN, responses
 from service.inspection import logits_as_json, logits_as_safetensors
 from service.numbers import dump_json
 from service.routes.common import (
@@ -52,16 +52,12 @@ def examples(**values: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"examples": shown}}}}
 
 
-OF_A_RUN = responses(400, 401, 404, 413, 422, 429, 500, 503, 504)
-OF_TEXT = responses(400, 401, 404, 413, 422, 503)
-
-
 @router.post(
     "/logits",
     summary="Teacher-forced logits",
     response_model=LogitsResponse | list[LogitsResponse],
     responses={
-        **OF_A_RUN,
+        **responses(*OF_A_RUN),
         200: {
             "description": "JSON, or a safetensors file with `logits` (or `values` and `ids`), "
             "`target_lengths` and `target_ids`.",
@@ -91,7 +87,7 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
     "/next",
     summary="The likeliest next tokens",
     response_model=NextResponse | list[NextResponse],
-    responses=OF_A_RUN,
+    responses=responses(*OF_A_RUN),
     openapi_extra=examples(
         First_token={"inputs": "hello", "top_k": 3},
         Behind_a_prefix={"inputs": "hello", "target_prefix": "HH AH"},
@@ -119,7 +115,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     "/score",
     summary="How likely given targets are",
     response_model=ScoreResponse | list[ScoreResponse],
-    responses=OF_A_RUN,
+    responses=responses(*OF_A_RUN),
     openapi_extra=examples(
         One_target={"inputs": "hello", "targets": "HH AH L OW"},
         Several_targets_of_one_input={"inputs": "hello", "targets": ["HH AH L OW", "HH EH L OW"]},
@@ -147,7 +143,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     summary="Attention weights",
     response_model=AttentionResponse | list[AttentionResponse],
     responses={
-        **OF_A_RUN,
+        **responses(*OF_A_RUN),
         200: {
             "description": "JSON, or a safetensors file with `encoder`, `decoder`, `cross`, "
             "`source_lengths`, `target_lengths`, `source_ids` and `target_ids`.",
@@ -187,7 +183,7 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
     "/tokenize",
     summary="Texts to token ids",
     response_model=TokenizeResponse | list[TokenizeResponse],
-    responses=OF_TEXT,
+    responses=responses(*OF_A_BODY),
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Just what /generate makes of the same text, `</s>` included."""
@@ -207,7 +203,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     "/detokenize",
     summary="Token ids to texts",
     response_model=DetokenizeResponse | list[DetokenizeResponse],
-    responses=OF_TEXT,
+    responses=responses(*OF_A_BODY),
 )
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Special tokens add nothing to the text."""
