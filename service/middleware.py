@@ -20,7 +20,7 @@ from seqserve.errors import (
     TooLargeError,
     UnavailableError,
 )
-from service.errors import envelope
+from service.errors import envelope, place_of
 from service.keys import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class Gate:
     - Where there are API keys, a request without one is refused before its body is read.
     - So is a body over the limit; one that comes in chunks, as soon as it is over; one that does
       not come, when its time is over.
-    - What no handler caught becomes a plain 500 in the envelope; its trace goes to the log only.
+    - What no handler caught becomes a plain 500 in the envelope; the log names its place, and has
+      its trace where it is set to debug.
     """
 
     def __init__(
@@ -155,7 +156,8 @@ def _failure(error: BaseException, request_id: str) -> ASGIApp:
         error = UnavailableError("the server is shutting down")
     if isinstance(error, SeqserveError):
         return envelope(error, request_id)
-    logger.error("request %s failed", request_id, exc_info=error)
+    logger.error("request %s failed: %s", request_id, place_of(error))
+    logger.debug("request %s failed", request_id, exc_info=error)
     return envelope(SeqserveError("internal error; the server's log has the details"), request_id)
 
 

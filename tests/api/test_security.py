@@ -170,3 +170,65 @@ async def test_no_answer_is_taken_for_another_type(client: httpx.AsyncClient) ->
     for method, path, body in requests:
         response = await client.request(method, path, json=body)
         assert response.headers["x-content-type-options"] == "nosniff", path
+
+
+# --- what is told --------------------------------------------------------------------------------
+
+MARK = "qzxwv"
+"""Stands in every text below; no text of the project has it."""
+
+
+def failing_requests() -> list[tuple[str, Any]]:
+    """Requests that fail, or are answered, at each stage on the way."""
+    long = f"{MARK} " * 2000
+    bodies: list[Any] = [
+        f'{{"inputs": "{MARK}'.encode(),  # no JSON
+        {"inputs": {"text": MARK}},
+        {"inputs": MARK, MARK: 1},
+        {"inputs": [MARK, 5]},
+        {"inputs": MARK, "model": MARK},
+        {"inputs": MARK, "timeout": 1e-9},
+        {"inputs": long, "targets": long},
+        {"inputs": long * 20},
+        {"inputs": MARK, "targets": long},
+        {"inputs": MARK, "src_lang": MARK},
+        {"inputs": MARK, "parameters": {"bad_words": [MARK]}},
+        {"inputs": MARK, "parameters": {"logit_bias": {MARK: 1}}},
+        {"inputs": MARK, "parameters": {"tgt_lang": MARK, "stop": [MARK]}},
+        {"inputs": MARK, "parameters": {"target_prefix": long}},
+        {"inputs": MARK},
+    ]
+    paths = ("/generate", "/generate_stream", "/logits", "/next", "/score", "/attention")
+    return [(path, body) for path in (*paths, "/tokenize", "/detokenize") for body in bodies]
+
+
+async def test_no_log_has_a_caller_s_text_and_no_answer_a_path(
+    native: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    caplog.set_level("WARNING", "httpx")  # the test's own client
+    answers: list[httpx.Response] = []
+    async with serving(create_app(Settings(), {"native": native})) as client:
+
+        async def ask(path: str, body: Any) -> None:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            answers.append(await client.post(path, **content))
+
+        for path, body in failing_requests():
+            await ask(path, body)
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise KeyError(MARK)
+
+        monkeypatch.setattr("service.generation.read_sources", broken)
+        monkeypatch.setattr("service.inspection.read_sources", broken)
+        for path in ("/generate", "/logits", "/next", "/score", "/attention"):
+            await ask(path, {"inputs": MARK, "targets" if path == "/score" else "model": None})
+    assert {answer.status_code for answer in answers} >= {200, 400, 404, 422, 500, 504}
+    log = "\n".join(record.getMessage() for record in caplog.records)
+    assert MARK not in log
+    assert log.count("KeyError in ") == 5
+    for place in (str(native.directory), str(Path(__file__).parents[2]), "site-packages", ".py"):
+        for answer in answers:
+            assert place not in answer.text
+        assert place not in log
