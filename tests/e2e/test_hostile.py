@@ -8,11 +8,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from seqserve import Client
+from seqserve.errors import UnauthorizedError
 
 from .conftest import PATIENCE, Server, serving
 
@@ -207,3 +210,51 @@ def test_patience_is_for_each_request_of_a_connection(server: Server) -> None:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert read_answer(connection)[0] == 200
             time.sleep(0.8)
+
+
+def test_keys_stand_in_no_log_and_on_no_command_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# first\nsk-secret-in-file\n")
+    monkeypatch.setenv("SEQSERVE_API_KEYS", "sk-secret-in-variable")
+    monkeypatch.delenv("SEQSERVE_API_KEY", raising=False)
+    arguments = ("--model", str(model), "--api-keys-file", str(file), "--log-level", "debug")
+    with serving(*arguments) as guarded:
+        for key in ("sk-secret-in-file", "sk-secret-in-variable"):
+            with Client(guarded.url, api_key=key) as client:
+                assert client.generate("hello").generated_text
+        for key in ("", "sk-secret-in-fil"):
+            with Client(guarded.url, api_key=key) as client, pytest.raises(UnauthorizedError):
+                client.generate("hello")
+        # The key is looked at first: this body never comes.
+        host, port = guarded.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+            status, headers, _ = read_answer(connection)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        assert guarded.stop() == 0
+    assert "sk-secret" not in "".join(guarded.log)
+    assert "sk-secret" not in " ".join(map(str, guarded.process.args))
+
+
+def test_a_file_of_keys_that_is_not_there_ends_the_process(model: Path, tmp_path: Path) -> None:
+    server = Server("--model", str(model), "--port", "0", "--api-keys-file", str(tmp_path / "no"))
+    assert server.wait() == 2
+    assert f"api_keys_file {tmp_path / 'no'}: No such file" in "".join(server.log)
+
+
+def test_probes_are_answered_while_large_bodies_come_in(server: Server) -> None:
+    lists = b'{"input_ids": [' + b",".join([b"[]"] * 300_000) + b"]}"
+    text = b'{"inputs": "' + b"x" * 4_000_000 + b'"}'
+    slowest = 0.0
+    with ThreadPoolExecutor(4) as callers:
+        running = [callers.submit(post, server, body) for body in (lists, text) * 4]
+        while not all(call.done() for call in running):
+            began = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+    statuses = {call.result()[0] for call in running}
+    assert 422 in statuses
+    assert statuses <= {422, 408}  # a busy machine may not read four megabytes in time
+    print(f"slowest probe: {slowest:.3f} s")
