@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -85,6 +85,10 @@ def _open_pickle(path: Path) -> Checkpoint:
     except Exception as error:  # a damaged file makes torch and pickle raise almost anything
         raise ModelError(f"{path}: not a readable file of torch.save: {error!r}") from error
     tensors = _without_prefix(_unwrap(path, loaded))
+    size = path.stat().st_size
+    for name, tensor in tensors.items():  # a view may repeat one number as often as it likes
+        if tensor.numel() * tensor.element_size() > size:
+            raise ModelError(f"{path}: {name} {list(tensor.shape)} is larger than its file")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Checkpoint(path, shapes, tensors.__getitem__)
 
@@ -94,7 +98,7 @@ def _open_shards(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkp
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         files: dict[str, str] = dict(index["weight_map"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: not an index with a weight_map: {error!r}") from error
     shards = {name: open_shard(_inside(path, name)) for name in sorted(set(files.values()))}
     complaints = [
@@ -107,13 +111,13 @@ def _open_shards(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkp
         complaints += [f"{name} is in {file} as well" for name in shard.shapes if name in homes]
         homes |= dict.fromkeys(shard.shapes, shard)
     if complaints:
-        raise ModelError(f"{path}: " + "; ".join(complaints))
+        raise ModelError(f"{path}: {_listed(complaints)}")
     shapes = {name: shard.shapes[name] for name, shard in homes.items()}
     return Checkpoint(path, shapes, lambda name: homes[name].read(name))
 
 
 def _inside(index: Path, name: object) -> Path:
-    """A shard's path. Only its name is judged: hub caches link files to where they keep them."""
+    """A shard's path. Only its name is judged here; see `model.files` for links."""
     if not isinstance(name, str) or not name:
         raise ModelError(f"{index}: weight_map must name files, got {name!r}")
     parts = PurePosixPath(name)
@@ -153,6 +157,16 @@ def _without_prefix(named: dict[str, Item]) -> dict[str, Item]:
     return {name.removeprefix(prefix): item for name, item in named.items()}
 
 
+COMPLAINTS = 100
+"""That a message holds; a file of another model would have thousands."""
+
+
+def _listed(complaints: Sequence[str]) -> str:
+    more = len(complaints) - COMPLAINTS
+    rest = [f"and {more} more"] if more > 0 else []
+    return "; ".join([*complaints[:COMPLAINTS], *rest])
+
+
 def fill(
     network: nn.Module,
     checkpoint: Checkpoint,
@@ -184,7 +198,7 @@ def fill(
     ]
     complaints = complaints or list(_different(checkpoint, copies or {}))
     if complaints:
-        raise ModelError(f"{checkpoint.path}: " + "; ".join(complaints))
+        raise ModelError(f"{checkpoint.path}: {_listed(complaints)}")
     aliases = _aliases(network)
     for parameter_name, tensor_name in names.items():
         kept = torch.float32 if dtype == torch.float16 and parameter_name in wide else dtype

@@ -90,7 +90,9 @@ class JsonTokenizer:
         """Raises ValueError where the file holds no tokenizer."""
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and may panic
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise ValueError(f"{path}: not a tokenizer: {error}") from error
 
     @property

@@ -23,7 +23,8 @@ def list_or_not(value: Any) -> str:
 
 
 Word = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[list[int], Field(fail_fast=True), Tag(MANY)],
+    Annotated[str, Field(max_length=1000), Tag(ONE)]
+    | Annotated[list[int], Field(max_length=1000, fail_fast=True), Tag(MANY)],
     Discriminator(list_or_not),
 ]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]

@@ -637,6 +637,9 @@ class Limits(Answer):
 
     max_body_bytes: int
     max_inputs: int
+    max_characters: int
+    max_beams: int
+    max_return_sequences: int
     max_queue: int
     max_queue_tokens: int
     max_rows: int

@@ -7,17 +7,20 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.staticfiles import StaticFiles
 from fastapi.telemetry import TelemetryConfig
 
 from model.loader import LoadedModel
 from seqserve import __version__
 from service.errors import install_error_handlers
+from service.keys import read_keys
 from service.logs import log_request
 from service.metrics import Metrics
-from service.middleware import Frame
+from service.middleware import Frame, Gate, is_open
 from service.observation import Listener, Observed
 from service.routes import generate, inspect, operations
 from service.served import Models
@@ -37,6 +40,30 @@ NO_TELEMETRY: TelemetryConfig = {
     "auto_configure": False,
 }
 """FastAPI's own would tell of paths, queries and addresses, and of each request a second time."""
+REQUEST_HEADERS = [
+    "authorization",
+    "content-type",
+    "x-api-key",
+    "x-request-id",
+    "x-request-timeout",
+]
+"""What a page of another origin may send."""
+
+RESPONSE_HEADERS = [
+    "retry-after",
+    "x-generated-tokens",
+    "x-inference-time",
+    "x-prompt-tokens",
+    "x-queue-time",
+    "x-request-id",
+]
+"""What such a page may read of an answer."""
+
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either way to send an API key will do."""
 
 DESCRIPTION = """
 Inference for encoder-decoder Transformers, many callers at once.
@@ -59,6 +86,7 @@ def create_app(
         on_failure: called with the message when a model cannot be loaded.
         tracer: told of each request, if there is to be a trace of it.
     """
+    keys = read_keys(settings)
     directories = {} if models else settings.directories
     host = Models(settings, directories, on_failure or logger.error, models)
 
@@ -94,8 +122,23 @@ def create_app(
     app.state.settings = settings
     app.state.metrics = metrics
     routers = [routes.router for routes in (generate, inspect, operations)]
-    app.add_middleware(Frame, root_path=settings.root_path, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(  # last, so outermost
+    # The last one added is the outermost.
+    app.add_middleware(
+        Gate,
+        keys=keys,
+        max_body_bytes=settings.max_body_bytes,
+        receive_timeout=settings.receive_timeout,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=REQUEST_HEADERS,
+            expose_headers=RESPONSE_HEADERS,
+        )
+    app.add_middleware(Frame, root_path=settings.root_path)
+    app.add_middleware(
         Observed,
         on_start=metrics.begin,
         listeners=listeners,
@@ -106,4 +149,22 @@ def create_app(
     for router in routers:
         app.include_router(router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
+    if keys:
+        _declare_keys(app)
     return app
+
+
+def _declare_keys(app: FastAPI) -> None:
+    """Let the OpenAPI document say which paths need a key, so that /docs asks for one."""
+    document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = document()
+        found["components"]["securitySchemes"] = SECURITY_SCHEMES
+        for path, methods in found["paths"].items():
+            if not is_open(path):
+                for operation in methods.values():
+                    operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI has it extended

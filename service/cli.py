@@ -19,6 +19,7 @@ from seqserve import __version__
 from seqserve.errors import InvalidRequestError, SeqserveError
 from seqserve.parameters import GenerationParameters
 from seqserve.schemas import GenerateRequest
+from service.keys import read_keys
 from service.options import Option, given, in_terms_of_options, options_of, with_options
 from service.settings import DEFAULT_MODEL, Settings, engine_config
 from service.sockets import listen
@@ -39,7 +40,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-SERVING = options_of(Settings, env_prefix="SEQSERVE_", flags={"models": "--model"})
+SERVING = options_of(
+    Settings,
+    env_prefix="SEQSERVE_",
+    flags={"models": "--model", "cors_origins": "--cors-origin"},
+)
 LOADING = options_of(
     Settings,
     only=("device", "dtype", "threads", "max_rows"),
@@ -92,6 +97,7 @@ def serve(**options: Any) -> None:
     settings = _settings(options)
     try:
         directories = settings.directories
+        read_keys(settings)  # again with the application; but wrong ones show at once
     except ValueError as error:
         _fail(str(error))
     for directory in directories.values():
@@ -118,8 +124,9 @@ def serve(**options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> Settings:
     values = given(options)
-    if "models" in values:
-        values["models"] = tuple(values["models"])
+    for name in ("models", "cors_origins"):
+        if name in values:
+            values[name] = tuple(values[name])
     try:
         return Settings(**values)
     except ValidationError as error:

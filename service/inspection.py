@@ -145,7 +145,8 @@ class Inspector:
         if len(fed) > self.spec.max_tgt:
             limit = self.spec.max_tgt - len(fed) + len(target)
             raise InvalidRequestError(
-                f"{pair.place} has {len(target)} tokens, the model takes at most {limit}",
+                f"{pair.place} has {len(target)} tokens, the model takes at most {limit} "
+                "(max_target_tokens)",
                 pair.place,
             )
         return Forward(pair.source.ids, fed, "all", labels=labels)
@@ -348,7 +349,7 @@ class Inspector:
         if len(fed) > self.spec.max_tgt:
             raise InvalidRequestError(
                 f"{pair.place} has {len(fed)} tokens with the decoder start, the model takes at "
-                f"most {self.spec.max_tgt}",
+                f"most {self.spec.max_tgt} (max_target_tokens)",
                 pair.place,
             )
         return fed

@@ -124,7 +124,7 @@ class Planner:
             what = "source" if spec.source_is_target else "decoder start"
             raise InvalidRequestError(
                 f"{field}: {what} and target prefix have {fed} tokens, "
-                f"the model takes at most {spec.max_tgt}",
+                f"the model takes at most {spec.max_tgt} (max_target_tokens)",
                 field,
             )
         return spec.room(len(source.ids), start)
@@ -263,7 +263,7 @@ def _new_tokens(parameters: GenerationParameters, room: int, spec: ModelSpec, pl
     if wanted > room:
         raise InvalidRequestError(
             f"{place}.max_new_tokens must be at most {room} here (the model's target takes "
-            f"{spec.max_tgt} tokens), got {wanted}",
+            f"{spec.max_tgt} tokens, max_target_tokens), got {wanted}",
             f"{place}.max_new_tokens",
         )
     return wanted

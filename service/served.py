@@ -29,6 +29,7 @@ from service.admission import Admission
 from service.figures import StepFigures
 from service.generation import Generator
 from service.inspection import Inspector
+from service.limits import within
 from service.rates import RestartBudget
 from service.runner import Runner
 from service.settings import Settings, engine_config
@@ -73,6 +74,7 @@ class ServedModel:
         Raises:
             Exception: the model cannot generate.
         """
+        loaded = within(loaded, settings)
         figures = StepFigures(settings.max_rows)
         config = engine_config(settings)
 

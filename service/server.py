@@ -16,6 +16,7 @@ import uvicorn
 from seqserve import __version__
 from service.app import create_app
 from service.logs import configure_logging
+from service.protocol import Protocol
 from service.served import Models
 from service.settings import Settings
 from service.sockets import url
@@ -109,6 +110,7 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
 
     config = uvicorn.Config(
         create_app(settings, on_failure=fail, tracer=tracer),
+        http=Protocol,
         log_level=settings.log_level,
         log_config=None,  # all messages go through the one handler above
         access_log=False,  # the application tells of each request, with more

@@ -6,16 +6,20 @@ description is the option's help and stands in docs/settings.md.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import EngineConfig
 from seqserve.schemas import TIMEOUT_LIMIT
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#,\s]+")
+"""As browsers send it: scheme, host and port only."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -25,7 +29,11 @@ class Settings(BaseSettings):
     """Settings of `seqserve serve`. The command line wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SEQSERVE_", extra="forbid", frozen=True, env_ignore_empty=True
+        env_prefix="SEQSERVE_",
+        extra="forbid",
+        frozen=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,  # it may be a key
     )
 
     # NoDecode: the variable is a comma-separated list, not JSON.
@@ -40,6 +48,21 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     root_path: str = Field(
         "", description="Path under which a proxy publishes the server, such as /seqserve."
+    )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="API keys that are accepted, separated by commas. Only a variable: others can "
+        "read a process's command line.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File of API keys that are accepted, one a line; empty lines and lines that "
+        "begin with # do not count. It is read once, at the start.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Origins whose pages a browser lets call the server, such as "
+        "https://app.example.org; * is any. Repeat the option; separate by commas in the variable.",
     )
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto takes CUDA when there is one."
@@ -87,11 +110,37 @@ class Settings(BaseSettings):
         "come to, for each model; more get status 429.",
     )
     max_return_sequences: int = Field(
-        64, ge=1, description="`num_return_sequences` of one input, at most"
+        64, ge=1, description="num_return_sequences of one input, at most."
+    )
+    max_beams: int = Field(
+        64, ge=1, description="num_beams of one input, at most; never more than max_rows."
+    )
+    max_source_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Source tokens of one input, where that is less than the model takes.",
+    )
+    max_target_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Target tokens of one answer (decoder start, prefix and new ones), where that "
+        "is less than the model takes.",
+    )
+    max_characters: int = Field(
+        100_000,
+        ge=1,
+        description="Characters of one text; a longer one is refused before it is tokenised.",
     )
     max_inputs: int = Field(1024, ge=1, description="Inputs (or targets) of one request.")
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Size of a request's body; more gets status 413."
+    )
+    receive_timeout: float = Field(
+        30.0,
+        gt=0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds in which a request's head, and then its body, must have come; slower "
+        "ones get status 408.",
     )
     max_json_values: int = Field(
         1_000_000,
@@ -140,11 +189,22 @@ class Settings(BaseSettings):
         "say where to. Needs the extra otel.",
     )
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins must be * or origins such as https://app.example.org, "
+                    f"without a path, got {origin!r}"
+                )
         return value
 
     @field_validator("root_path")
@@ -160,6 +220,13 @@ class Settings(BaseSettings):
                 "such a request could never be accepted"
             )
         return self
+
+    @property
+    def beam_limit(self) -> tuple[str, int]:
+        """Which setting limits num_beams, and its value: all beams of an input are rows."""
+        if self.max_rows < self.max_beams:
+            return "max_rows", self.max_rows
+        return "max_beams", self.max_beams
 
     @property
     def directories(self) -> dict[str, Path]:

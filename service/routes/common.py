@@ -10,16 +10,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
 from service.admission import Work
+from service.limits import check_body
 from service.observation import UNKNOWN_MODEL, record_of
 from service.runner import Ticket, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
-from service.validation import parse_json
+from service.validation import describe, parse_json
 
 LARGE = 64 * 1024
 """Bytes or numbers from which tokenising and serialising leave the event loop."""
@@ -37,10 +39,23 @@ T = TypeVar("T")
 
 
 class JsonRequest(Request):
-    """A request whose JSON is read strictly."""
+    """A request whose JSON is read strictly, within the limits, and off the loop where it is large.
 
-    async def json(self) -> Any:
-        return parse_json(await self.body())
+    What it gives is validated already, so that FastAPI has nothing left to do with it.
+    """
+
+    async def json(self) -> BaseModel:
+        body = await self.body()
+        return await sized(len(body), self._read, body)
+
+    def _read(self, body: bytes) -> BaseModel:
+        content = parse_json(body)
+        check_body(content, settings_of(self))
+        schema: type[BaseModel] = self.scope["route"].body_field.field_info.annotation
+        try:
+            return schema.model_validate(content)
+        except ValidationError as error:
+            raise describe(error.errors(), schema) from error
 
 
 class JsonRoute(APIRoute):
@@ -97,17 +112,6 @@ def settings_of(request: Request) -> Settings:
     """The application's settings."""
     settings: Settings = request.app.state.settings
     return settings
-
-
-def check_count(request: Request, name: str, count: int) -> None:
-    """Refuse a request with too many inputs or targets.
-
-    Raises:
-        InvalidRequestError: there are more than the server takes.
-    """
-    limit = settings_of(request).max_inputs
-    if count > limit:
-        raise InvalidRequestError(f"{name} has {count} entries, at most {limit} are allowed", name)
 
 
 async def sized(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

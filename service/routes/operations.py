@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
+from string import Template
+
 import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 
 from seqserve import __version__
@@ -14,6 +16,25 @@ from service.metrics import Metrics
 from service.routes.common import models_of, settings_of
 
 router = APIRouter(tags=["operations"])
+
+DOCS = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>seqserve</title>
+<link rel="icon" href="$root/docs/favicon-32x32.png">
+<link rel="stylesheet" href="$root/docs/swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="$root/docs/swagger-ui-bundle.js"></script>
+<script src="$root/docs/start.js" data-openapi="$root/openapi.json"></script>
+</body>
+</html>
+""")
+"""Not FastAPI's page: that one has its script inside, which the page's policy forbids."""
 
 
 @router.head("/health", include_in_schema=False)  # load balancers ask so
@@ -45,7 +66,10 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get(
-    "/info", summary="The server, its limits and its models", response_model_exclude_unset=True
+    "/info",
+    summary="The server, its limits and its models",
+    response_model_exclude_unset=True,
+    responses=responses(401),
 )
 async def info(request: Request) -> InfoResponse:
     """Versions, limits, models, and how full the engines' steps were."""
@@ -53,6 +77,9 @@ async def info(request: Request) -> InfoResponse:
     limits = Limits(
         max_body_bytes=settings.max_body_bytes,
         max_inputs=settings.max_inputs,
+        max_characters=settings.max_characters,
+        max_beams=settings.beam_limit[1],
+        max_return_sequences=settings.max_return_sequences,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
         max_rows=settings.max_rows,
@@ -70,14 +97,7 @@ async def info(request: Request) -> InfoResponse:
 @router.get("/docs/", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
     """Swagger UI from the server's own files: works without the internet."""
-    root = request.scope["root_path"]
-    return get_swagger_ui_html(
-        openapi_url=f"{root}/openapi.json",
-        title="seqserve",
-        swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
-        swagger_css_url=f"{root}/docs/swagger-ui.css",
-        swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
-    )
+    return HTMLResponse(DOCS.substitute(root=html.escape(request.scope["root_path"])))
 
 
 @router.get("/", include_in_schema=False)

@@ -208,7 +208,8 @@ async def test_the_documentation_needs_no_internet(client: httpx.AsyncClient) ->
     for link in links:
         assert link.startswith("/docs/")
         assert (await client.get(link)).status_code == 200
-    assert "url: '/openapi.json'" in page
+    assert 'data-openapi="/openapi.json"' in page
+    assert "<script>" not in page
 
 
 async def test_the_openapi_document_describes_every_route(client: httpx.AsyncClient) -> None:
@@ -285,7 +286,7 @@ async def test_unknown_paths_and_methods_get_the_envelope(client: httpx.AsyncCli
     assert response.headers["allow"] == "POST"
 
 
-async def test_a_bug_is_a_plain_500_and_its_trace_stays_in_the_log(
+async def test_a_bug_is_a_plain_500_and_the_log_names_its_place(
     native: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(create_app(Settings(), {"m": native})) as client:
@@ -300,7 +301,14 @@ async def test_a_bug_is_a_plain_500_and_its_trace_stays_in_the_log(
         assert response.json()["error_type"] == "internal"
         assert "secret" not in response.text
         assert response.headers["x-request-id"] in caplog.text
+        assert "RuntimeError in " in caplog.text
+        assert ".broken:" in caplog.text
+        assert "< service.routes.generate._planned:" in caplog.text
+        assert "secret" not in caplog.text
+        with caplog.at_level(logging.DEBUG, "service.middleware"):
+            await client.post("/generate", json={"inputs": "a"})
         assert "/secret/path" in caplog.text
+        assert "Traceback" in caplog.text
         monkeypatch.undo()
         assert (await client.post("/generate", json={"inputs": "a"})).status_code == 200
 

@@ -515,3 +515,8 @@ def test_an_output_may_scale_what_it_is_given() -> None:
     projection = nn.Linear(3, 5, bias=False)
     hidden = torch.randn(2, 3)
     close(ScaledOutput(projection, 0.25)(hidden), projection(hidden) / 4)
+
+
+def test_a_table_of_positions_that_no_memory_holds_is_not_begun() -> None:
+    with pytest.raises(ValueError, match="16777216 positions of 1024 numbers"):
+        SinusoidalPositions(2**24, 1024)

@@ -207,7 +207,7 @@ TUTORIAL_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_seq_len": 0}, "max_seq_len must be"),
     ({"dropout": 1.0}, "dropout must be a number in [0, 1), got 1.0"),
     ({"dropout": False}, "dropout must be"),
-    ({"dropout": float("nan")}, "dropout must be"),
+    ({"dropout": float("nan")}, "not JSON: NaN is no number"),
 ]
 
 

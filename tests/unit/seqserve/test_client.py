@@ -533,3 +533,26 @@ async def test_a_stream_is_refused_as_other_calls_are(client: AsyncClient) -> No
         await anext(client.stream("a", model="none"))
     async with aclosing(client.stream("hello")) as events:
         assert (await anext(events)).index == 0
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "sent"),
+    [
+        (None, None, None),
+        (None, "k", "Bearer k"),
+        ("v", None, "Bearer v"),
+        ("v", "k", "Bearer k"),
+        ("v", "", None),
+    ],
+)
+def test_a_key_is_given_or_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("SEQSERVE_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SEQSERVE_API_KEY", variable)
+    with Client(api_key=given) as client:
+        assert client._http.headers.get("authorization") == sent

@@ -94,7 +94,13 @@ def test_every_setting_and_option_is_documented() -> None:
     text = DOCS.read_text()
     for option in SERVING:
         assert f"`{option.typed}`" in text, option.typed
-        assert f"`SEQSERVE_{option.name.upper()}`" in text, option.name
+    for name in Settings.model_fields:
+        assert f"`SEQSERVE_{name.upper()}`" in text, name
+
+
+def test_keys_cannot_be_typed_on_a_command_line() -> None:
+    names = {option.name for option in SERVING}
+    assert Settings.model_fields.keys() - names == {"api_keys"}
 
 
 def test_every_limit_is_in_the_operator_s_list() -> None:
