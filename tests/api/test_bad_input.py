@@ -377,4 +377,5 @@ async def test_what_is_far_too_much_is_refused_at_little_cost(
     response = await client.post("/generate", content=content)
     assert response.status_code == 422
     assert place in response.json()["error"]
-    assert time.process_time() - began < 1.0
+    # A guard against work for every entry, not a benchmark: that took over ten times as long.
+    assert time.process_time() - began < 5.0
