@@ -14,7 +14,8 @@ from torch import Tensor
 
 from model.beam import BeamSearch, Told, common_prefix
 from model.config import EngineConfig
-from model.engine import ALL_BANNED, Engine, GenerationError, StepTrace
+from model.engine import ALL_BANNED, Engine, StepTrace
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from model.sequence import (
     Decoding,

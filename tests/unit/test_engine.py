@@ -13,7 +13,8 @@ from torch import Tensor
 
 from model import cache, steppers
 from model.config import EngineConfig
-from model.engine import Engine, GenerationError, StepTrace, fill_holes
+from model.engine import Engine, StepTrace, fill_holes
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from model.sequence import (
     Decoding,

@@ -1,4 +1,4 @@
-"""Callers that go away or run out of time, over a socket: queued, running and streaming."""
+"""Callers that go away, run out of time, or come when the queue is full, over a socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NEVER = 600
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that decodes one row at a time."""
     model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=8000)
-    with serving("--model", f"long={model}", "--max-rows", "1") as server:
+    limits = ("--max-rows", "1", "--max-queue-tokens", "60000")
+    with serving("--model", f"long={model}", *limits) as server:
         yield server
 
 
@@ -128,3 +129,21 @@ def test_one_input_is_not_held_up_by_a_request_for_a_thousand(narrow: Server) ->
             assert client.generate("world", short).generated_text
         assert info(narrow).waiting > 500, "most of the thousand still wait"
     assert_idle(narrow)
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(narrow: Server) -> None:
+    body = {"inputs": "hello", "parameters": ENDLESS}
+    with asked(narrow, inputs=["hello"] * 7):
+        wait_until(narrow, lambda model: model.running == 1)
+        began = time.monotonic()
+        response = httpx.post(f"{narrow.url}/generate", json=body, timeout=PATIENCE)
+        seconds = time.monotonic() - began
+        print(f"refused after {1e3 * seconds:.0f} ms")
+        assert seconds < 5.0
+        assert response.status_code == 429
+        assert response.json()["error_type"] == "overloaded"
+        assert "(max_queue_tokens)" in response.json()["error"]
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert_idle(narrow)
+    short = {"inputs": "hello", "parameters": {"max_new_tokens": 3}}
+    assert httpx.post(f"{narrow.url}/generate", json=short, timeout=PATIENCE).status_code == 200
