@@ -40,6 +40,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -53,6 +54,8 @@ from model.tokenizer import BOS, EOS, PAD, UNK, JsonTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("bart", "mbart")
+
+PREFIX = "model."
 
 OFFSET = 2
 """The row of position 0."""
@@ -105,7 +108,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, variant, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (size, shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (size, shape.d_model)),
         copies=tables.copies,
     )
 

@@ -46,6 +46,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -59,6 +60,8 @@ from model.tokenizer import BOS, EOS, PAD, UNK, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("m2m_100",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=1, bos=0, eos=2, start=2, forced_eos=None)
 """Where `config.json` names none."""
@@ -86,7 +89,7 @@ def blueprint(
     tables = Tables.find(shapes, one_vocabulary=True, tied=shape.tie_word_embeddings)
     with torch.device("meta"):
         network = build(shape, tables, spec.pad_id)
-    ignored = dict.fromkeys(tables.unused, (size, shape.d_model))
+    ignored = ignored_tensors(shapes, tables, (size, shape.d_model))
     rows = {name: shapes[name][0] for name in OLD_POSITIONS if name in shapes}
     return Blueprint(
         network=network,

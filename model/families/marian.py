@@ -47,6 +47,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     read_shape,
     read_spec,
@@ -59,6 +60,8 @@ from model.tokenizer import EOS, PAD, UNK, SentencePieceTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("marian",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=58100, bos=None, eos=0, start=58100, forced_eos=0)
 """Where `config.json` names none; they are those of the first published models."""
@@ -94,7 +97,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (sizes[0], shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (sizes[0], shape.d_model)),
         copies=tables.copies,
     )
 

@@ -37,6 +37,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -50,6 +51,8 @@ from model.tokenizer import JsonTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("pegasus",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=0, bos=None, eos=1, start=0, forced_eos=1)
 """Where `config.json` names none."""
@@ -77,7 +80,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (size, shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (size, shape.d_model)),
         copies=tables.copies,
     )
 

@@ -61,6 +61,8 @@ from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Tran
 
 MODEL_TYPES = ("t5", "mt5")
 
+PREFIX = ""
+
 MAX_LENGTH = 4096
 """Tokens of a source, and of a target. The architecture has no such limit, but the bias takes
 memory by the square of a length. (`n_positions` of published files is what they were trained
