@@ -59,19 +59,26 @@ class Generator:
         """
         indices = range(request.count)
         parameters = [request.parameters_of(i) for i in indices]
-        text = request.texts is not None
+        texts = request.texts
         spoken = [wishes(parameters[i], request.parameters_place(i)) for i in indices]
         sources = read_sources(
             self.source,
             self.spec,
-            request.texts,
+            texts,
             request.id_lists,
             [request.place(i) for i in indices],
             [p.truncate for p in parameters],
-            [self.speech.frame(src, tgt, text=text) for src, tgt in spoken],
+            [
+                self.speech.frame(src, tgt, text=texts[i] if texts is not None else None)
+                for i, (src, tgt) in enumerate(spoken)
+            ],
         )
         planner = Planner(
-            self.spec, self.target, stream=bool(request.stream), speech=self.speech, text=text
+            self.spec,
+            self.target,
+            stream=bool(request.stream),
+            speech=self.speech,
+            text=texts is not None,
         )
         return [
             planner.plan(sources[i], parameters[i], request.parameters_place(i)) for i in indices

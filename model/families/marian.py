@@ -20,6 +20,7 @@ What differs from the paper's Transformer:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from model.checkpoint import ModelError
-from model.languages import Languages
+from model.languages import Languages, codes_among
 from model.layers import (
     Embedding,
     FixedPositions,
@@ -150,17 +151,19 @@ class MarianTokenizer:
         cutter: SentencePiece model of the texts.
         speller: SentencePiece model that joins pieces again.
         vocabulary: piece -> id.
+        languages: that a source may name. On the target side a code is text, if it ever occurs.
     """
 
     suffix = ".json"
-    languages: Languages | None = None  # a code is part of the text
 
     def __init__(
         self,
         cutter: sentencepiece.SentencePieceProcessor,
         speller: sentencepiece.SentencePieceProcessor,
         vocabulary: Mapping[str, int],
+        languages: Languages | None = None,
     ) -> None:
+        self.languages = languages
         self.cutter = cutter
         self.speller = speller
         self.vocabulary = vocabulary
@@ -200,15 +203,34 @@ class MarianTokenizer:
         path.write_text(json.dumps(self.vocabulary, ensure_ascii=False), encoding="utf-8")
 
 
+WRITTEN = re.compile(r">>(.*?)<<", re.DOTALL)
+"""A language of the target, as a source begins with it; its group is the code."""
+
+
 def split_language_code(text: str) -> tuple[list[str], str]:
     """A leading `>>xxx<<`, if there is one, and the rest.
 
     >>> split_language_code(">>fra<< Good morning")
     (['>>fra<<'], ' Good morning')
     """
-    if text.startswith(">>") and (end := text.find("<<")) != -1:
-        return [text[: end + 2]], text[end + 2 :]
-    return [], text
+    found = WRITTEN.match(text)
+    return ([found[0]], text[found.end() :]) if found else ([], text)
+
+
+def languages_among(vocabulary: Mapping[str, int]) -> Languages | None:
+    """The targets that a source may name; None for a model of one target."""
+    ids = codes_among(vocabulary.items(), WRITTEN)
+    if not ids:
+        return None
+    return Languages(
+        ids=ids,
+        eos_id=vocabulary[EOS],
+        before=True,
+        source_names="tgt_lang",
+        target="none",
+        aliases={f">>{code}<<": code for code in ids},
+        written=WRITTEN,
+    )
 
 
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
@@ -221,15 +243,12 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         return None, None
     source, target = (SentencePieceTokenizer.load(path).backend for path in files[:2])
     vocabulary = read_vocabulary(files[2])
+    encoder = MarianTokenizer(source, source, vocabulary, languages_among(vocabulary))
     target_file = directory / "target_vocab.json"
     if target_file.exists():
-        own = read_vocabulary(target_file)
-        return MarianTokenizer(source, target, vocabulary), MarianTokenizer(target, target, own)
+        return encoder, MarianTokenizer(target, target, read_vocabulary(target_file))
     # One vocabulary: the reference joins pieces with the source's model, on both sides.
-    return (
-        MarianTokenizer(source, source, vocabulary),
-        MarianTokenizer(target, source, vocabulary),
-    )
+    return encoder, MarianTokenizer(target, source, vocabulary)
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:

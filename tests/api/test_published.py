@@ -59,6 +59,48 @@ async def test_texts_go_in_and_come_out(api: Api) -> None:
     assert tokenized["tokens"][-1] == "</s>"
 
 
+async def ids_of(api: Api, text: str, **fields: Any) -> list[int]:
+    found: list[int] = (await api.post("/tokenize", inputs=text, **fields))["ids"]
+    return found
+
+
+async def test_a_target_language_may_be_named_or_written(api: Api) -> None:
+    [facts] = (await api.client.get("/info")).json()["models"]
+    assert facts["languages"] == ["xyz"]
+    assert (facts["default_src_lang"], facts["default_tgt_lang"]) == (None, None)
+    written = await ids_of(api, ">>xyz<< ab ba")
+    for code in ("xyz", ">>xyz<<"):
+        assert await ids_of(api, "ab ba", tgt_lang=code) == written
+        named = {"tgt_lang": code, "details": True}
+        assert await api.post("/generate", inputs="ab ba", parameters=named) == await api.post(
+            "/generate", inputs=">>xyz<< ab ba", parameters={"details": True}
+        )
+    inputs = ["ab ba", "ab ba"]
+    several = await api.post("/logits", inputs=inputs, tgt_lang=["xyz", "xyz"], top_k=2)
+    plain = await api.post("/logits", inputs="ab ba", top_k=2)
+    assert several[0] == several[1] != plain
+    assert (await ids_of(api, "ab ba")) == written[1:]
+    empty = await api.post("/generate", inputs="", parameters={"tgt_lang": "xyz"})
+    assert empty["generated_text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "param", "message"),
+    [
+        ("ab", {"tgt_lang": "fr"}, "tgt_lang", 'got "fr"; there are xyz'),
+        ("ab", {"tgt_lang": "xy"}, "tgt_lang", 'got "xy"; did you mean xyz?'),
+        ("ab", {"src_lang": "xyz"}, "src_lang", "has no effect: this model is told the target's"),
+        (">>xyz<< ab", {"tgt_lang": "xyz"}, "tgt_lang", 'exclude each other, got "xyz" and ">>xyz'),
+    ],
+)
+async def test_languages_that_cannot_be_are_refused(
+    inputs: str, parameters: dict[str, Any], param: str, message: str, api: Api
+) -> None:
+    refused = await api.refused("/generate", inputs=inputs, parameters=parameters)
+    assert refused["param"] == f"parameters.{param}"
+    assert message in refused["error"]
+
+
 async def test_a_request_without_parameters_searches_with_the_models_beams(api: Api) -> None:
     default = await details(api)
     asked = await details(api, num_beams=4, length_penalty=0.6)

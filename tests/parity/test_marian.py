@@ -321,6 +321,30 @@ def test_special_tokens_in_a_text_are_text(directory: Path) -> None:
     assert source.vocabulary["<pad>"] not in ids
 
 
+def test_languages_are_the_codes_of_the_vocabulary(directory: Path, reference: Any) -> None:
+    source, target = marian.tokenizers(directory)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids == {"deu": source.vocabulary[">>deu<<"]}
+    assert source.languages.find(">>deu<<") == source.languages.find("deu")
+    assert target.languages is None
+    texts = [text for text in TRICKY + sentences(1000, seed=4) if not text.startswith(">>")]
+    head, tail = source.languages.around(source.languages.find("deu"))
+    found = [[*head, *ids, *tail] for ids in source.encode(texts, framed=False)]
+    assert found == reference([f">>deu<< {text}" for text in texts])["input_ids"]
+
+
+def test_a_model_of_one_target_has_no_languages(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "vocab.json"
+    vocabulary = {k: v for k, v in json.loads(path.read_text()).items() if k != ">>deu<<"}
+    path.write_text(json.dumps(vocabulary))
+    source, _ = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert source.languages is None
+
+
 def test_a_language_code_alone_is_one_token(directory: Path) -> None:
     source, _ = marian.tokenizers(directory)
     assert source is not None
