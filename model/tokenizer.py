@@ -6,8 +6,11 @@ Two formats exist: `tokenizers`' own JSON and SentencePiece models. Both stand b
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -123,6 +126,35 @@ class JsonTokenizer:
 
     def save(self, path: Path) -> None:
         self.backend.save(str(path))
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """Tokens that were added to a vocabulary later, found in texts before these are cut.
+
+    Attributes:
+        ids: of those that texts may have.
+        special: of those that only the tokenizer itself may place; they add no text.
+    """
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def split(self, text: str) -> list[str]:
+        """A text's parts, in order: its added tokens, and what is between them."""
+        if not self.ids:
+            return [text]
+        return [part for part in self._pattern.split(text) if part]
+
+    @property
+    def names(self) -> dict[int, str]:
+        """All of them, by id."""
+        return {id: token for token, id in [*self.ids.items(), *self.special.items()]}
 
 
 class SentencePieceTokenizer:

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint import ModelError
+from model.languages import codes_among
 from model.layers import Embedding, FixedPositions, LayerNorm, PreNorm
 from model.loader import Blueprint, read_object
 from model.multilingual import (
     M2M100,
     PieceTokenizer,
+    added_tokens,
     convention_of,
     fairseq_tokenizer,
     json_tokenizer,
@@ -190,7 +192,7 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     elif pieces.exists() and vocab.exists():
         both = by_pieces(pieces, vocab)
     elif pieces.exists():
-        both = fairseq_tokenizer(pieces)
+        both = fairseq_tokenizer(pieces, "NllbTokenizer")
     return both, both
 
 
@@ -208,7 +210,10 @@ def by_pieces(path: Path, vocab: Path) -> PieceTokenizer:
             f"{', '.join(CODES)}, got {kind!r}"
         )
     ids = {code: len(vocabulary) + i for i, code in enumerate(CODES[kind].split())}
-    languages = speak(convention_of(settings) or M2M100, ids, vocabulary[EOS], settings)
+    added = added_tokens(path.parent, vocabulary)
+    names = {**{f"__{code}__": id for code, id in ids.items()}, **added.special}
+    convention = convention_of(settings) or M2M100
+    ids = codes_among(names.items(), convention.pattern)
+    languages = speak(convention, ids, vocabulary[EOS], settings)
     special = [vocabulary[token] for token in (PAD, BOS, EOS, UNK) if token in vocabulary]
-    names = {f"__{code}__": id for code, id in ids.items()}
-    return PieceTokenizer(path, vocabulary, special, languages, names)
+    return PieceTokenizer(path, vocabulary, special, languages, names, added)

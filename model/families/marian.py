@@ -40,6 +40,7 @@ from model.layers import (
     halved_sinusoidal_table,
 )
 from model.loader import Blueprint, read_object
+from model.multilingual import added_tokens
 from model.pretrained import (
     Options,
     Shape,
@@ -57,7 +58,7 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import EOS, PAD, UNK, SentencePieceTokenizer, Tokenizer
+from model.tokenizer import EOS, PAD, UNK, AddedTokens, SentencePieceTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("marian",)
@@ -152,6 +153,7 @@ class MarianTokenizer:
         speller: SentencePiece model that joins pieces again.
         vocabulary: piece -> id.
         languages: that a source may name. On the target side a code is text, if it ever occurs.
+        added: to the vocabulary, later.
     """
 
     suffix = ".json"
@@ -162,27 +164,37 @@ class MarianTokenizer:
         speller: sentencepiece.SentencePieceProcessor,
         vocabulary: Mapping[str, int],
         languages: Languages | None = None,
+        added: AddedTokens | None = None,
     ) -> None:
         self.languages = languages
+        self.added = added or AddedTokens()
         self.cutter = cutter
         self.speller = speller
         self.vocabulary = vocabulary
         self.unk_id = vocabulary[UNK]
         self._eos = vocabulary[EOS]
         self._special = {vocabulary[token] for token in (PAD, EOS, UNK) if token in vocabulary}
+        self._unsaid = self._special | set(self.added.special.values())
 
     @cached_property
     def pieces(self) -> dict[int, str]:
-        return {id: piece for piece, id in self.vocabulary.items()}
+        return {id: piece for piece, id in self.vocabulary.items()} | self.added.names
 
     @property
     def vocab_size(self) -> int:
-        return max(self.vocabulary.values()) + 1
+        return max(self.pieces) + 1
 
     def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
         return [self._ids(text) + ([self._eos] if framed else []) for text in texts]
 
     def _ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self.added.split(text):
+            known = self.added.ids.get(part)
+            ids += self._cut(part) if known is None else [known]
+        return ids
+
+    def _cut(self, text: str) -> list[int]:
         code, text = split_language_code(text)
         pieces: list[str] = self.cutter.encode(text, out_type=str)
         ids = [self.vocabulary.get(piece, self.unk_id) for piece in [*code, *pieces]]
@@ -190,7 +202,7 @@ class MarianTokenizer:
         return [self.unk_id if id in self._special else id for id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = [self.pieces[id] for id in ids if id not in self._special and id in self.pieces]
+        pieces = [self.pieces[id] for id in ids if id not in self._unsaid and id in self.pieces]
         text: str = self.speller.decode_pieces(pieces)
         return text.replace("▁", " ").strip()
 
@@ -243,12 +255,14 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         return None, None
     source, target = (SentencePieceTokenizer.load(path).backend for path in files[:2])
     vocabulary = read_vocabulary(files[2])
-    encoder = MarianTokenizer(source, source, vocabulary, languages_among(vocabulary))
+    added = added_tokens(directory, vocabulary)
+    languages = languages_among({**vocabulary, **added.ids, **added.special})
+    encoder = MarianTokenizer(source, source, vocabulary, languages, added)
     target_file = directory / "target_vocab.json"
     if target_file.exists():
         return encoder, MarianTokenizer(target, target, read_vocabulary(target_file))
     # One vocabulary: the reference joins pieces with the source's model, on both sides.
-    return encoder, MarianTokenizer(target, source, vocabulary)
+    return encoder, MarianTokenizer(target, source, vocabulary, added=added)
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:

@@ -321,6 +321,28 @@ def test_special_tokens_in_a_text_are_text(directory: Path) -> None:
     assert source.vocabulary["<pad>"] not in ids
 
 
+def test_added_tokens_are_found_as_by_the_reference(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    ids = {"<term>": len(vocabulary), ">>ces<<": len(vocabulary) + 1}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    separate = (directory / "target_vocab.json").exists()
+    settings = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": separate}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends a package that it does not use
+        reference = transformers.MarianTokenizer.from_pretrained(tmp_path)
+    source, target = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids["ces"] == ids[">>ces<<"]
+    texts = [text.replace("moon", "<term>") for text in TRICKY + sentences(300, seed=5)]
+    texts += [">>ces<< the moon", "a<term>tree", "<term>"]
+    assert source.encode(texts) == reference(texts)["input_ids"]
+    assert any(ids["<term>"] in row for row in source.encode(texts))
+
+
 def test_languages_are_the_codes_of_the_vocabulary(directory: Path, reference: Any) -> None:
     source, target = marian.tokenizers(directory)
     assert source is not None
