@@ -276,7 +276,7 @@ class PieceTokenizer:
         path: SentencePiece model.
         vocabulary: piece -> id.
         special: ids of it that add no text.
-        languages: what it has of them.
+        languages: what it has of them, if it has any.
         names: token -> id of those, and of others that are no pieces and add no text.
         added: to the vocabulary, later.
     """
@@ -288,13 +288,13 @@ class PieceTokenizer:
         path: Path,
         vocabulary: Mapping[str, int],
         special: Sequence[int],
-        languages: Languages,
+        languages: Languages | None,
         names: Mapping[str, int],
         added: AddedTokens,
     ) -> None:
         self._file = SentencePieceTokenizer.load(path)
         self._cutter = self._file.backend
-        self.languages: Languages | None = languages
+        self.languages = languages
         self.unk_id = vocabulary[UNK]
         self._vocabulary = vocabulary
         self._special = frozenset(special)
@@ -302,7 +302,7 @@ class PieceTokenizer:
         self._unsaid = self._special | {*names.values(), *added.special.values()}
         known = {id: piece for piece, id in [*names.items(), *vocabulary.items()]}
         self._pieces = known | added.names
-        self._eos = languages.eos_id
+        self._eos = vocabulary[EOS]
 
     @property
     def vocab_size(self) -> int:
