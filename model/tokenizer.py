@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import sentencepiece
 import tokenizers
@@ -89,7 +89,7 @@ class JsonTokenizer:
         self.unk_id = backend.token_to_id(UNK)
 
     @classmethod
-    def load(cls, path: Path) -> JsonTokenizer:
+    def load(cls, path: Path) -> Self:
         """Raises ValueError where the file holds no tokenizer."""
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))

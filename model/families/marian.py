@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import tokenizers as backends
 import torch
 from torch import nn
 
@@ -40,7 +41,7 @@ from model.layers import (
     halved_sinusoidal_table,
 )
 from model.loader import Blueprint, read_object
-from model.multilingual import added_tokens
+from model.multilingual import added_tokens, need_ids
 from model.pretrained import (
     Options,
     Shape,
@@ -58,7 +59,15 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import EOS, PAD, UNK, AddedTokens, SentencePieceTokenizer, Tokenizer
+from model.tokenizer import (
+    EOS,
+    PAD,
+    UNK,
+    AddedTokens,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("marian",)
@@ -215,6 +224,26 @@ class MarianTokenizer:
         path.write_text(json.dumps(self.vocabulary, ensure_ascii=False), encoding="utf-8")
 
 
+class JsonMarianTokenizer(JsonTokenizer):
+    """A `tokenizer.json` of a Marian model, which does not know of leading language codes."""
+
+    def __init__(self, backend: backends.Tokenizer, languages: Languages | None = None) -> None:
+        super().__init__(backend)  # elsewhere in a text, a code is what the file makes of it
+        self.languages = languages
+
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        split = [split_language_code(text) for text in texts]
+        encoded = super().encode([rest for _, rest in split], framed=framed)
+        return [[*self._code(code), *ids] for (code, _), ids in zip(split, encoded, strict=True)]
+
+    def _code(self, code: Sequence[str]) -> Iterator[int]:
+        for token in code:
+            id = self.backend.token_to_id(token)
+            known = self.unk_id if id is None else id
+            if known is not None:
+                yield known
+
+
 WRITTEN = re.compile(r">>(.*?)<<", re.DOTALL)
 """A language of the target, as a source begins with it; its group is the code."""
 
@@ -248,11 +277,13 @@ def languages_among(vocabulary: Mapping[str, int]) -> Languages | None:
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     """See `model.loader.Family.tokenizers`: `source.spm`, `target.spm`, `vocab.json`.
 
-    Where source and target have their own vocabularies, the target's is `target_vocab.json`.
+    Where source and target have their own vocabularies, the target's is `target_vocab.json`. A
+    `tokenizer.json` serves both sides of directories that lack one of those files.
     """
     files = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
     if not all(path.exists() for path in files):
-        return None, None
+        path = directory / "tokenizer.json"
+        return by_json(path) if path.exists() else (None, None)
     source, target = (SentencePieceTokenizer.load(path).backend for path in files[:2])
     vocabulary = read_vocabulary(files[2])
     added = added_tokens(directory, vocabulary)
@@ -265,6 +296,19 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     return encoder, MarianTokenizer(target, source, vocabulary, added=added)
 
 
+def by_json(path: Path) -> tuple[Tokenizer, Tokenizer]:
+    """Both sides' tokenizers of a `tokenizer.json`.
+
+    Raises:
+        ValueError: the file holds no tokenizer.
+        ModelError: it lacks `</s>` or `<unk>`.
+    """
+    target = JsonMarianTokenizer.load(path)
+    vocabulary = target.backend.get_vocab()
+    need_ids(path, vocabulary, EOS, UNK)
+    return JsonMarianTokenizer(target.backend, languages_among(vocabulary)), target
+
+
 def read_vocabulary(path: Path) -> dict[str, int]:
     """Piece -> id.
 
@@ -274,6 +318,5 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     vocabulary = read_object(path)
     if not all(isinstance(id, int) and id >= 0 for id in vocabulary.values()):
         raise ModelError(f"{path}: expected tokens with their ids")
-    if missing := [token for token in (EOS, UNK) if token not in vocabulary]:
-        raise ModelError(f"{path}: {' and '.join(missing)} must be in the vocabulary")
+    need_ids(path, vocabulary, EOS, UNK)
     return vocabulary

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +35,7 @@ from tests.parity.checkpoints import (
     reference_tokens,
     save_and_load,
 )
+from tests.parity.test_t5_tokenizers import charsmap
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -319,6 +321,56 @@ def test_special_tokens_in_a_text_are_text(directory: Path) -> None:
     [ids] = source.encode(["</s> the <pad>"])
     assert ids.count(source.vocabulary["</s>"]) == 1
     assert source.vocabulary["<pad>"] not in ids
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a `tokenizer.json` alone, as conversions for other runtimes have it."""
+    path = tmp_path_factory.mktemp("json")
+    spm = train(path / "source.spm", 0)
+    scores = {spm.id_to_piece(id): spm.get_score(id) for id in range(3, len(spm))}
+    vocab = [("</s>", 0.0), ("<unk>", 0.0), *scores.items(), (">>deu<<", 0.0), ("<pad>", 0.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=1))
+    rules = charsmap((path / "source.spm").read_bytes())
+    backend.normalizer = tokenizers.normalizers.Precompiled(rules)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 0)]
+    )
+    backend.add_special_tokens(["</s>", "<unk>", "<pad>"])
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_tokenizer_json_alone_serves_both_sides(one_file: Path) -> None:
+    source, target = marian.tokenizers(one_file)
+    assert source is not None
+    assert target is not None
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(one_file / "tokenizer.json")
+    )
+    code = reference.convert_tokens_to_ids(">>deu<<")
+    assert source.languages is not None
+    assert (source.languages.ids, target.languages) == ({"deu": code}, None)
+    texts = [t for t in TRICKY + sentences(1000, seed=6) if not t.startswith(">>")]
+    expected = reference(texts)["input_ids"]
+    assert source.encode(texts) == target.encode(texts) == expected
+    assert source.encode([f">>deu<< {text}" for text in texts]) == [[code, *e] for e in expected]
+    assert source.encode([">>xyz<< the tree"]) == [[1, *reference("the tree")["input_ids"]]]
+    for ids in expected:
+        assert target.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert target.decode([code]) == reference.decode([code]) == ">>deu<<"
+
+
+def test_a_tokenizer_json_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(ModelError, match=r"</s> and <unk> must be in the vocabulary"):
+        marian.tokenizers(tmp_path)
 
 
 def test_added_tokens_are_found_as_by_the_reference(directory: Path, tmp_path: Path) -> None:
