@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from model.checkpoint import ModelError
-from model.config import GenerationDefaults, ModelSpec
+from model.config import GenerationDefaults, ModelSpec, Task
 from model.layers import (
     Activation,
     BiasedOutput,
@@ -115,7 +115,6 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "extra_pos_embeddings",
     ),
     "a pipeline's, not the model's: a caller puts it in front of the text": ("prefix",),
-    "for callers who name a task": ("task_specific_params",),
     "the tokenizer files say it": (
         "cls_token_id",
         "mask_token_id",
@@ -376,6 +375,7 @@ def read_spec(
     ids = _ids(options, size)
     forced_bos = options.flag("force_bos_token_to_be_generated")
     defaults, new_tokens = read_defaults(options, size)
+    tasks = read_tasks(options, size)
     options.finish()
     bos = tokens.bos if ids["bos"] is None else ids["bos"]
     if forced_bos and defaults.forced_bos_token_id is None:  # as that key was called before 2021
@@ -406,7 +406,41 @@ def read_spec(
         max_tgt=max_length,
         default_max_new_tokens=min(256 if new_tokens is None else new_tokens, max_length),
         defaults=defaults,
+        tasks=tasks,
     )
+
+
+def read_tasks(options: Options, vocab_size: int) -> dict[str, Task]:
+    """Take `task_specific_params`.
+
+    Files are full of tasks that nobody asks for, so that one which cannot be served is no reason to
+    refuse the model: it says so when it is named.
+
+    Raises:
+        ModelError: they are no objects by name.
+    """
+    given = options.take("task_specific_params", {})
+    if not isinstance(given, dict):
+        raise ModelError(
+            f"{options.prefix}task_specific_params must hold tasks by name, got {given!r}"
+        )
+    return {name: _task(name, stated, vocab_size) for name, stated in given.items()}
+
+
+def _task(name: str, stated: Any, vocab_size: int) -> Task:
+    if not isinstance(stated, dict):
+        return Task(fault=f"task_specific_params.{name} must be an object, got {stated!r}")
+    own = Options(stated, f"task_specific_params.{name}")
+    own.ignore(["max_position_embeddings"])  # Pegasus': of the model that was trained for the task
+    prefix = own.take("prefix", "")
+    if not isinstance(prefix, str):
+        return Task(fault=f"{own.prefix}prefix must be a text, got {prefix!r}")
+    try:
+        defaults, new_tokens = read_defaults(own, vocab_size)
+        own.finish()
+    except ModelError as error:
+        return Task(fault=str(error))
+    return Task(prefix, new_tokens, defaults)
 
 
 def with_generation(spec: ModelSpec, generation: Mapping[str, Any] | None) -> ModelSpec:

@@ -327,6 +327,8 @@ def test_a_published_config_means_what_it_means_to_the_reference(name: str, tmp_
     write(tmp_path, name)
     both = read(tmp_path)
     assert largest_difference(both) < ATOL
+    assert not any(task.fault for task in both.ours.spec.tasks.values())
+    assert both.ours.spec.tasks.keys() == (CONFIGS[name].get("task_specific_params") or {}).keys()
     length = {} if CONFIGS[name].get("max_length") else {"max_new_tokens": 19}
     for source in both.sources(3):
         expected = reference_tokens(both, source, **length)
@@ -334,6 +336,16 @@ def test_a_published_config_means_what_it_means_to_the_reference(name: str, tmp_
 
 
 BARE = "facebook/bart-base"
+
+
+def test_a_task_asks_for_what_its_keys_mean_to_the_reference(tmp_path: Path) -> None:
+    write(tmp_path, BARE)
+    both = read(tmp_path)
+    stated = CONFIGS[BARE]["task_specific_params"]["summarization"]
+    for source in both.sources(3):
+        expected = reference_tokens(both, source, **stated)
+        assert our_defaults(both, source, task="summarization") == expected
+        assert len(expected[0]) <= stated["max_length"] - 1
 
 
 def test_the_file_of_a_model_without_its_head_is_read(tmp_path: Path) -> None:
