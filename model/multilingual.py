@@ -310,14 +310,7 @@ class PieceTokenizer:
 
     def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
         end = [self._eos] if framed else []
-        return [[*self._ids(text), *end] for text in texts]
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for part in self._added.split(text):
-            known = self._added.ids.get(part)
-            ids += self._cut(part) if known is None else [known]
-        return ids
+        return [[*self._added.encode(text, self._cut), *end] for text in texts]
 
     def _cut(self, text: str) -> list[int]:
         pieces: list[str] = self._cutter.encode(text, out_type=str)

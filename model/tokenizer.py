@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -145,11 +145,18 @@ class AddedTokens:
         longest_first = sorted(self.ids, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
-    def split(self, text: str) -> list[str]:
-        """A text's parts, in order: its added tokens, and what is between them."""
+    def encode(self, text: str, cut: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            cut: gives those of what lies between added tokens.
+        """
         if not self.ids:
-            return [text]
-        return [part for part in self._pattern.split(text) if part]
+            return cut(text)
+        ids: list[int] = []
+        for part in filter(None, self._pattern.split(text)):
+            ids += [self.ids[part]] if part in self.ids else cut(part)
+        return ids
 
     @property
     def names(self) -> dict[int, str]:

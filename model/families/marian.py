@@ -194,14 +194,8 @@ class MarianTokenizer:
         return max(self.pieces) + 1
 
     def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
-        return [self._ids(text) + ([self._eos] if framed else []) for text in texts]
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for part in self.added.split(text):
-            known = self.added.ids.get(part)
-            ids += self._cut(part) if known is None else [known]
-        return ids
+        end = [self._eos] if framed else []
+        return [[*self.added.encode(text, self._cut), *end] for text in texts]
 
     def _cut(self, text: str) -> list[int]:
         code, text = split_language_code(text)
