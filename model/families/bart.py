@@ -28,10 +28,11 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import nn
 
+from model.byte_level import byte_level
 from model.checkpoint import ModelError
 from model.layers import Embedding, LayerNorm, LearnedPositions, PostNorm, PreNorm
 from model.loader import Blueprint, read_config
-from model.multilingual import added_tokens, fairseq_tokenizer, json_tokenizer
+from model.multilingual import fairseq_tokenizer, json_tokenizer
 from model.pretrained import (
     Options,
     Shape,
@@ -50,7 +51,7 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import BOS, EOS, PAD, UNK, AddedTokens, JsonTokenizer, Tokenizer
+from model.tokenizer import BOS, EOS, PAD, UNK, JsonTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("bart", "mbart")
@@ -177,39 +178,6 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     if "grapheme_chars" in config and "phoneme_chars" in config:
         return by_character(config, "grapheme_chars"), by_character(config, "phoneme_chars")
     return None, None
-
-
-def byte_level(vocab: Path, merges: Path) -> JsonTokenizer:
-    """BART's byte-level BPE: `<s> ... </s>`."""
-    try:
-        backend = backends.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{vocab}: not a byte-level vocabulary: {error}") from error
-    special = [token for token in (BOS, PAD, EOS, UNK) if backend.token_to_id(token) is not None]
-    backend.add_special_tokens([*special, backends.AddedToken("<mask>", lstrip=True)])
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    _add(backend, added_tokens(vocab.parent, backend.get_vocab()))
-    ids = {token: backend.token_to_id(token) for token in (BOS, EOS)}
-    if None in ids.values():
-        raise ValueError(f"{vocab}: {BOS} and {EOS} must be in the vocabulary")
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A {EOS}", special_tokens=list(ids.items())
-    )
-    return JsonTokenizer(backend)
-
-
-def _add(backend: backends.Tokenizer, added: AddedTokens) -> None:
-    """Add tokens, which get the next ids.
-
-    Raises:
-        ModelError: they are to have other ids.
-    """
-    for id, token in sorted(added.names.items()):
-        special = token in added.special
-        backend.add_tokens([backends.AddedToken(token, normalized=False, special=special)])
-        if backend.token_to_id(token) != id:
-            raise ModelError(f"added token {token!r} must have the next id, got {id}")
 
 
 def by_character(config: Mapping[str, Any], key: str) -> JsonTokenizer:
