@@ -220,20 +220,20 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
-    async with serving(make_native_model(tmp_path_factory.mktemp("native"))) as client:
+    async with serving("native", make_native_model(tmp_path_factory.mktemp("native"))) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 async def multilingual(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
-    async with serving(make_m2m_model(tmp_path_factory.mktemp("m2m"))) as client:
+    async with serving("m2m", make_m2m_model(tmp_path_factory.mktemp("m2m"))) as client:
         yield client
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[AsyncClient]:
-    """A client of the real application, which serves this model."""
-    app: FastAPI = create_app(Settings(), {"model": load_model(directory, "cpu")})
+async def serving(name: str, directory: Path) -> AsyncIterator[AsyncClient]:
+    """A client of the real application, which serves one model."""
+    app: FastAPI = create_app(Settings(), {name: load_model(directory, "cpu")})
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
