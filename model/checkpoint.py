@@ -10,7 +10,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -56,6 +56,20 @@ class Checkpoint:
         raise ModelError(
             f"{directory}: expected {', '.join(NAMES)} or exactly one .pt file, found {found}"
         )
+
+    def under(self, prefix: str) -> Checkpoint:
+        """The same tensors, named as in a whole model.
+
+        Files of a bare model (`BartModel`) lack what stands before all names but the head's.
+
+        Args:
+            prefix: a family's; empty where it has none.
+        """
+        bare = any(name.startswith("encoder.") for name in self.shapes)
+        if not prefix or not bare or any(name.startswith(prefix) for name in self.shapes):
+            return self
+        shapes = {prefix + name: shape for name, shape in self.shapes.items()}
+        return replace(self, shapes=shapes, read=lambda name: self.read(name.removeprefix(prefix)))
 
 
 def _open_safetensors(path: Path) -> Checkpoint:

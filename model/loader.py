@@ -48,9 +48,15 @@ class Blueprint:
 
 
 class Family(Protocol):
-    """What a module in `model/families/` offers."""
+    """What a module in `model/families/` offers.
+
+    Attributes:
+        MODEL_TYPES: values of `model_type` in `config.json`.
+        PREFIX: what the names of all tensors but the head's begin with; "" where nothing is.
+    """
 
     MODEL_TYPES: tuple[str, ...]
+    PREFIX: str
 
     def blueprint(
         self,
@@ -119,7 +125,7 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     generation = read_generation_config(directory)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = Checkpoint.open(directory).under(family.PREFIX)
     try:
         check_sizes(config, len(checkpoint.shapes))
         plan = family.blueprint(config, checkpoint.shapes, generation)
@@ -241,7 +247,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def _check_vocabulary(directory: Path, side: str, tokenizer: Tokenizer | None, size: int) -> None:
-    if tokenizer is not None and tokenizer.vocab_size > size:
+    """Whether the model has every token that can occur in a text.
+
+    Published tokenizers may know more special tokens than their model: those of BART's fine-tuned
+    models have a `<mask>`, which the networks lost.
+    """
+    if tokenizer is None:
+        return
+    beyond = range(size, tokenizer.vocab_size)
+    languages = set(tokenizer.languages.ids.values() if tokenizer.languages else ())
+    if any(id in languages or tokenizer.decode([id]) for id in beyond):
         raise ModelError(
             f"{directory}: the {side} tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
         )

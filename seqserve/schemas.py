@@ -613,6 +613,11 @@ class ModelInfo(Answer):
     generation_defaults: dict[str, Any] | None = Field(
         None, description="What the model asks for where a request says nothing."
     )
+    tasks: dict[str, dict[str, Any]] | None = Field(
+        None,
+        description="Tasks that `task` may name, with the defaults and the prefix of each; empty "
+        "without tasks.",
+    )
     languages: list[str] | None = Field(
         None, description="Codes that `src_lang` and `tgt_lang` may have; empty without languages."
     )

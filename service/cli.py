@@ -266,7 +266,7 @@ def info(
 
     Example: `seqserve info weights/g2p-en`
     """
-    from service.served import languages_of
+    from service.served import languages_of, tasks_of
 
     loaded = _load(directory, _settings({"device": "cpu"}))
     spec = loaded.spec
@@ -283,6 +283,7 @@ def info(
         "max_target_tokens": spec.max_tgt,
         "default_max_new_tokens": spec.default_max_new_tokens,
         "generation_defaults": spec.defaults.stated,
+        "tasks": tasks_of(spec),
         **languages_of(loaded),
         "source_is_target": spec.source_is_target,
         "source_tokenizer": loaded.source_tokenizer is not None,

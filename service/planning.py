@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from model.config import ModelSpec
+from model.config import ModelSpec, Task
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
 from model.tokenizer import UNK
@@ -67,6 +67,10 @@ class Planner:
     speech: Speech
     text: bool
     _constraints: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def under(self, task: Task) -> Planner:
+        """The same for a task. What inputs share is still read once, as they share the task."""
+        return replace(self, spec=self.spec.under(task))
 
     def plan(self, source: Source, parameters: GenerationParameters, place: str) -> Plan:
         """The plan of one input.

@@ -16,7 +16,7 @@ import torch
 
 from model.cache import EncoderCache
 from model.checkpoint import ModelError
-from model.config import EngineConfig
+from model.config import EngineConfig, ModelSpec
 from model.engine import Engine
 from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
@@ -145,6 +145,7 @@ class ServedModel:
             max_target_tokens=spec.max_tgt,
             default_max_new_tokens=spec.default_max_new_tokens,
             generation_defaults=spec.defaults.stated,
+            tasks=tasks_of(spec),
             **languages_of(loaded),
             source_is_target=spec.source_is_target,
             source_tokenizer=loaded.source_tokenizer is not None,
@@ -340,6 +341,11 @@ def generator_of(loaded: LoadedModel) -> Generator:
         Vocabulary("target", spec.tgt_vocab_size, loaded.target_tokenizer),
         loaded.languages,
     )
+
+
+def tasks_of(spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """What /info and `seqserve info` say of the tasks that can be served."""
+    return {name: task.stated for name, task in spec.tasks.items() if not task.fault}
 
 
 def languages_of(loaded: LoadedModel) -> dict[str, Any]:

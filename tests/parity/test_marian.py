@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -34,6 +35,7 @@ from tests.parity.checkpoints import (
     reference_tokens,
     save_and_load,
 )
+from tests.parity.test_t5_tokenizers import charsmap
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -319,6 +321,102 @@ def test_special_tokens_in_a_text_are_text(directory: Path) -> None:
     [ids] = source.encode(["</s> the <pad>"])
     assert ids.count(source.vocabulary["</s>"]) == 1
     assert source.vocabulary["<pad>"] not in ids
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a `tokenizer.json` alone, as conversions for other runtimes have it."""
+    path = tmp_path_factory.mktemp("json")
+    spm = train(path / "source.spm", 0)
+    scores = {spm.id_to_piece(id): spm.get_score(id) for id in range(3, len(spm))}
+    vocab = [("</s>", 0.0), ("<unk>", 0.0), *scores.items(), (">>deu<<", 0.0), ("<pad>", 0.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=1))
+    rules = charsmap((path / "source.spm").read_bytes())
+    backend.normalizer = tokenizers.normalizers.Precompiled(rules)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 0)]
+    )
+    backend.add_special_tokens(["</s>", "<unk>", "<pad>"])
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_tokenizer_json_alone_serves_both_sides(one_file: Path) -> None:
+    source, target = marian.tokenizers(one_file)
+    assert source is not None
+    assert target is not None
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(one_file / "tokenizer.json")
+    )
+    code = reference.convert_tokens_to_ids(">>deu<<")
+    assert source.languages is not None
+    assert (source.languages.ids, target.languages) == ({"deu": code}, None)
+    texts = [t for t in TRICKY + sentences(1000, seed=6) if not t.startswith(">>")]
+    expected = reference(texts)["input_ids"]
+    assert source.encode(texts) == target.encode(texts) == expected
+    assert source.encode([f">>deu<< {text}" for text in texts]) == [[code, *e] for e in expected]
+    assert source.encode([">>xyz<< the tree"]) == [[1, *reference("the tree")["input_ids"]]]
+    for ids in expected:
+        assert target.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert target.decode([code]) == reference.decode([code]) == ">>deu<<"
+
+
+def test_a_tokenizer_json_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(ModelError, match=r"</s> and <unk> must be in the vocabulary"):
+        marian.tokenizers(tmp_path)
+
+
+def test_added_tokens_are_found_as_by_the_reference(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    ids = {"<term>": len(vocabulary), ">>ces<<": len(vocabulary) + 1}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    separate = (directory / "target_vocab.json").exists()
+    settings = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": separate}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends a package that it does not use
+        reference = transformers.MarianTokenizer.from_pretrained(tmp_path)
+    source, target = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids["ces"] == ids[">>ces<<"]
+    texts = [text.replace("moon", "<term>") for text in TRICKY + sentences(300, seed=5)]
+    texts += [">>ces<< the moon", "a<term>tree", "<term>"]
+    assert source.encode(texts) == reference(texts)["input_ids"]
+    assert any(ids["<term>"] in row for row in source.encode(texts))
+
+
+def test_languages_are_the_codes_of_the_vocabulary(directory: Path, reference: Any) -> None:
+    source, target = marian.tokenizers(directory)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids == {"deu": source.vocabulary[">>deu<<"]}
+    assert source.languages.find(">>deu<<") == source.languages.find("deu")
+    assert target.languages is None
+    texts = [text for text in TRICKY + sentences(1000, seed=4) if not text.startswith(">>")]
+    head, tail = source.languages.around(source.languages.find("deu"))
+    found = [[*head, *ids, *tail] for ids in source.encode(texts, framed=False)]
+    assert found == reference([f">>deu<< {text}" for text in texts])["input_ids"]
+
+
+def test_a_model_of_one_target_has_no_languages(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "vocab.json"
+    vocabulary = {k: v for k, v in json.loads(path.read_text()).items() if k != ">>deu<<"}
+    path.write_text(json.dumps(vocabulary))
+    source, _ = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert source.languages is None
 
 
 def test_a_language_code_alone_is_one_token(directory: Path) -> None:

@@ -125,18 +125,17 @@ def test_ids_equal_the_reference_tokenizers(
 ) -> None:
     pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
 
-    def score(ids: list[int]) -> float:
-        return sum(pieces.get_score(id) for id in ids if id < len(pieces))
-
     texts = TRICKY + sentences(1000, 1)
     ties = 0
     for found, text in zip(ours.encode(texts), texts, strict=True):
         expected = reference(text)["input_ids"]
-        if found != expected:  # of what is equally likely, SentencePiece takes another
+        if found != expected:
+            # The same pieces fit in another order. The reference adds their scores up in double
+            # precision, SentencePiece, with which T5 was trained, in single.
             ties += 1
-            assert len(found) == len(expected)
-            assert score(found) == pytest.approx(score(expected), abs=1e-3), text
-    assert ties < 20
+            assert sorted(found) == sorted(expected), text
+            assert found == [*pieces.encode(text), 1]
+    assert ties < 5
     assert ties == 0 or isinstance(ours, t5.SentinelTokenizer)
     assert any(ours.unk_id in ids for ids in ours.encode(texts))
     assert ours.vocab_size == len(reference)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -302,6 +303,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused(native: Path, side: str) -
     letters = "".join(chr(c) for c in range(0x41, 0x7B))
     build_tokenizer([letters], "char").save(native / f"{side}_tokenizer.json")
     assert f"the {side} tokenizer has 62 tokens, the model 31" in refusal(native)
+
+
+def test_special_tokens_that_the_model_lost_are_no_obstacle(native: Path) -> None:
+    path = native / "source_tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    size = backend.get_vocab_size()
+    backend.add_special_tokens(["<mask>"])
+    backend.save(str(path))
+    model = load_model(native, "cpu")
+    assert model.source_tokenizer is not None
+    assert (model.source_tokenizer.vocab_size, model.spec.src_vocab_size) == (size + 1, size)
+    assert all(id < size for id in model.source_tokenizer.encode(["<mask>"])[0])
 
 
 @pytest.mark.parametrize("file", ["source_tokenizer.json", "target_tokenizer.spm"])
