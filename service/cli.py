@@ -28,6 +28,7 @@ from service.validation import describe, parse_json
 if TYPE_CHECKING:
     from model.loader import LoadedModel
     from model.training import Trainer
+    from service.check import Report
 
 app = typer.Typer(
     name="seqserve",
@@ -288,6 +289,56 @@ def info(
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
     Console().print(table)
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="Directory of the model.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="An input; repeat the option. None: random token ids."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a model directory with what `transformers` makes of it, in float32 on the CPU.
+
+    Token ids of the texts, encoder outputs, logits of whole targets and greedy tokens. The exit
+    status is 0 if all are equal but for rounding, 1 if not, 2 if there is nothing to compare with.
+    Nothing is fetched, and no code in the directory is run.
+
+    Example: `seqserve check opus-mt-en-de --text "Good morning" --text "How are you?"`
+    """
+    loaded = _load(directory, _settings({"device": "cpu", "dtype": "float32"}))
+    from service.check import CheckError
+    from service.check import check as compare
+
+    try:
+        report = compare(loaded, text or [])
+    except (CheckError, SeqserveError) as error:
+        _fail(str(error))
+    typer.echo(json.dumps(report.facts)) if as_json else _print_report(report)
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "compared", "different", "largest difference", "bound")
+    for finding in report.findings:
+        numbers = (finding.largest, finding.bound)
+        shown = ["" if number is None else f"{number:.1e}" for number in numbers]
+        table.add_row(finding.what, str(finding.compared), str(finding.different), *shown)
+    Console().print(table)
+    for finding in report.findings:
+        if finding.note:
+            typer.echo(f"{finding.what}: {finding.note}")
+    verdict = "equals" if report.equal else "DIFFERS FROM"
+    typer.echo(f"{report.directory} ({report.family}) {verdict} {report.reference}")
 
 
 # --- train ---------------------------------------------------------------------------------------

@@ -64,11 +64,7 @@ class ServedModel:
 
     @cached_property
     def inspector(self) -> Inspector:
-        network = cast("Transformer", self.loaded.network)
-        spec, generator = self.loaded.spec, self.generator
-        return Inspector(
-            spec, generator.source, generator.target, network.heads, generator.languages
-        )
+        return inspector_of(self.loaded, self.generator)
 
     def vocabulary(self, side: Side) -> Vocabulary:
         """The encoder's or the decoder's."""
@@ -251,6 +247,14 @@ def generator_of(loaded: LoadedModel) -> Generator:
         Vocabulary("source", spec.src_vocab_size, loaded.source_tokenizer),
         Vocabulary("target", spec.tgt_vocab_size, loaded.target_tokenizer),
         loaded.languages,
+    )
+
+
+def inspector_of(loaded: LoadedModel, generator: Generator) -> Inspector:
+    """What plans and answers /logits, /next, /score, /attention and /tokenize for a model."""
+    network = cast("Transformer", loaded.network)
+    return Inspector(
+        loaded.spec, generator.source, generator.target, network.heads, generator.languages
     )
 
 

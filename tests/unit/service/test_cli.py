@@ -29,11 +29,11 @@ def generate(model: Path, *arguments: str, stdin: str | bytes | None = None) -> 
 
 
 def test_help_teaches_with_examples() -> None:
-    for command in ("serve", "generate", "train", "info"):
+    for command in ("serve", "generate", "train", "info", "check"):
         text = run(command, "--help").output
         assert "Example" in text
         assert f"seqserve {command}" in text
-    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info"))
+    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info", "check"))
 
 
 def test_help_does_not_wait_for_torch() -> None:
