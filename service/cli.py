@@ -253,32 +253,16 @@ def info(
     directory: Annotated[Path, typer.Argument(help="Directory of the model.")] = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a model directory holds.
+    """Say what a model directory holds, what a request gets by default, and what memory it takes.
 
     Example: `seqserve info weights/g2p-en`
     """
-    from service.served import languages_of
+    from service.served import facts_of
 
     loaded = _load(directory, _settings({"device": "cpu"}))
-    spec = loaded.spec
     suffixes = {".safetensors", ".bin", ".pt", ".pth"}
     size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in suffixes)
-    facts = {
-        "directory": str(directory),
-        "family": spec.family,
-        "parameters": loaded.parameters,
-        "bytes": size,
-        "src_vocab_size": spec.src_vocab_size,
-        "tgt_vocab_size": spec.tgt_vocab_size,
-        "max_source_tokens": spec.max_src,
-        "max_target_tokens": spec.max_tgt,
-        "default_max_new_tokens": spec.default_max_new_tokens,
-        "generation_defaults": spec.defaults.stated,
-        **languages_of(loaded),
-        "source_is_target": spec.source_is_target,
-        "source_tokenizer": loaded.source_tokenizer is not None,
-        "target_tokenizer": loaded.target_tokenizer is not None,
-    }
+    facts = {"directory": str(directory), "bytes": size, **facts_of(loaded)}
     if as_json:
         typer.echo(json.dumps(facts))
         return

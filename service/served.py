@@ -14,13 +14,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from model.cache import EncoderCache
+from model.cache import EncoderCache, RequestMemory
 from model.checkpoint import ModelError
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
 from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
+from service.defaults import default_decoding
 from service.generation import Generator
 from service.inspection import Inspector
 from service.runner import Runner, StepFigures
@@ -78,24 +79,11 @@ class ServedModel:
 
     def info(self) -> ModelInfo:
         """What /info says of it."""
-        loaded, spec = self.loaded, self.loaded.spec
         return ModelInfo(
             name=self.name,
             state=self.state,
-            family=spec.family,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            parameters=loaded.parameters,
-            src_vocab_size=spec.src_vocab_size,
-            tgt_vocab_size=spec.tgt_vocab_size,
-            max_source_tokens=spec.max_src,
-            max_target_tokens=spec.max_tgt,
-            default_max_new_tokens=spec.default_max_new_tokens,
-            generation_defaults=spec.defaults.stated,
-            **languages_of(loaded),
-            source_is_target=spec.source_is_target,
-            source_tokenizer=loaded.source_tokenizer is not None,
-            target_tokenizer=loaded.target_tokenizer is not None,
+            device=str(self.loaded.device),
+            **facts_of(self.loaded),
             waiting=self.runner.engine.waiting,
             running=self.runner.engine.running,
             batches=batches(self.figures),
@@ -258,13 +246,40 @@ def inspector_of(loaded: LoadedModel, generator: Generator) -> Inspector:
     )
 
 
-def languages_of(loaded: LoadedModel) -> dict[str, Any]:
-    """What /info and `seqserve info` say of a model's languages."""
-    languages = loaded.languages
+def facts_of(loaded: LoadedModel) -> dict[str, Any]:
+    """What /info and `seqserve info` say of a model."""
+    spec, languages = loaded.spec, loaded.languages
     return {
+        "family": spec.family,
+        "parameters": loaded.parameters,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "src_vocab_size": spec.src_vocab_size,
+        "tgt_vocab_size": spec.tgt_vocab_size,
+        "max_source_tokens": spec.max_src,
+        "max_target_tokens": spec.max_tgt,
+        "decoder_start_ids": list(spec.decoder_start_ids),
+        "eos_token_id": spec.eos_id,
+        "default_decoding": default_decoding(spec.defaults),
+        "default_max_new_tokens": spec.default_max_new_tokens,
+        "generation_defaults": spec.defaults.stated,
         "languages": list(languages.ids) if languages else [],
         "default_src_lang": languages.default_src if languages else None,
         "default_tgt_lang": languages.default_tgt if languages else None,
+        "source_is_target": spec.source_is_target,
+        "source_tokenizer": loaded.source_tokenizer is not None,
+        "target_tokenizer": loaded.target_tokenizer is not None,
+        **_memory_of(loaded),
+    }
+
+
+def _memory_of(loaded: LoadedModel) -> dict[str, int]:
+    if loaded.spec.source_is_target:  # nothing is kept: each new token changes the source
+        return {}
+    memory = RequestMemory.of(cast("Transformer", loaded.network), loaded.spec)
+    return {
+        "cache_bytes_per_source_token": memory.per_source_token,
+        "cache_bytes_per_target_token": memory.per_target_token,
+        "cache_bytes_per_request": memory.longest,
     }
 
 

@@ -97,10 +97,12 @@ async def test_info_tells_the_defaults(api: Api, directory: Path) -> None:
     assert model["family"] == "marian"
     assert model["generation_defaults"] == DEFAULTS
     assert model["default_max_new_tokens"] == 11
+    assert model["default_decoding"] == "beam_search"
     result = CliRunner().invoke(app, ["info", str(directory), "--json"])
     facts = json.loads(result.stdout)
     assert facts["generation_defaults"] == DEFAULTS
     assert facts["bytes"] > 1000
+    assert facts.items() >= {k: model[k] for k in facts if k in model}.items()
 
 
 async def test_byt5_takes_and_gives_bytes(tmp_path: Path) -> None:

@@ -195,9 +195,12 @@ def test_info_prints_a_table_or_json(model: Path, tmp_path: Path) -> None:
     assert facts["family"] == "seqserve"
     assert facts["max_source_tokens"] == 48
     assert facts["parameters"] > 0
+    assert facts["dtype"] == "float32"
+    assert f"{facts['cache_bytes_per_request']:,}" in table.stdout
     tutorial = json.loads(run("info", str(make_tutorial_model(tmp_path)), "--json").stdout)
     assert tutorial["source_is_target"]
     assert not tutorial["source_tokenizer"]
+    assert "cache_bytes_per_request" not in tutorial
 
 
 # --- train ---------------------------------------------------------------------------------------
