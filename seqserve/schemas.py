@@ -620,7 +620,7 @@ class ModelInfo(Answer):
     cache_bytes_per_source_token: int | None = Field(
         None,
         description="Of cross-attention's keys and values and the encoder's output, in the "
-        "model's dtype. Null, as below, where nothing can be kept.",
+        "model's dtype. Absent, as below, where nothing can be kept.",
     )
     cache_bytes_per_target_token: int | None = Field(
         None, description="Of self-attention's keys and values, for each row (each beam, draw)."
