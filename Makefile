@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 		echo "seqserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,check,dev]"
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,hub,check,dev]"
 	@touch $@
 
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"

@@ -19,6 +19,7 @@ from seqserve import __version__
 from seqserve.errors import InvalidRequestError, SeqserveError
 from seqserve.parameters import GenerationParameters
 from seqserve.schemas import GenerateRequest
+from service.hub import locate
 from service.options import Option, given, in_terms_of_options, options_of, with_options
 from service.settings import DEFAULT_MODEL, Settings, engine_config
 from service.sockets import listen
@@ -47,6 +48,7 @@ LOADING = options_of(
     panel="Running",
     env_prefix="SEQSERVE_",
 )
+MODEL = "Directory of the model, or its id on the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION."
 GENERATING = options_of(GenerationParameters, panel="Generation parameters")
 
 
@@ -86,17 +88,20 @@ def serve(**options: Any) -> None:
 
     - `seqserve serve --model g2p=weights/g2p-en --model mine=out/my-model --port 9000`
 
+    - `seqserve serve --model Helsinki-NLP/opus-mt-en-de` fetches it from the Hugging Face Hub
+
     - `SEQSERVE_DTYPE=bfloat16 seqserve serve --host 0.0.0.0`
 
     Then `curl localhost:8000/generate -d '{"inputs": "hello"}'`; the documentation is at /docs.
     """
     settings = _settings(options)
     try:
-        directories = settings.directories
+        locations = settings.locations
     except ValueError as error:
         _fail(str(error))
-    for directory in directories.values():
-        _check_directory(directory)
+    for location in locations.values():
+        if isinstance(location, Path):
+            _check_directory(location)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
@@ -133,7 +138,7 @@ def generate(
     texts: Annotated[
         list[str] | None, typer.Argument(help="Inputs. None: lines from standard input.")
     ] = None,
-    model: Annotated[Path, typer.Option(help="Directory of the model.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help=MODEL)] = str(DEFAULT_MODEL),
     jsonl: Annotated[
         bool,
         typer.Option(
@@ -250,7 +255,7 @@ def _line(answer: Any, as_json: bool) -> str:
 
 @app.command()
 def info(
-    directory: Annotated[Path, typer.Argument(help="Directory of the model.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL)] = str(DEFAULT_MODEL),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a model directory holds, what a request gets by default, and what memory it takes.
@@ -259,10 +264,10 @@ def info(
     """
     from service.served import facts_of
 
-    loaded = _load(directory, _settings({"device": "cpu"}))
+    loaded = _load(model, _settings({"device": "cpu"}))
     suffixes = {".safetensors", ".bin", ".pt", ".pth"}
-    size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in suffixes)
-    facts = {"directory": str(directory), "bytes": size, **facts_of(loaded)}
+    size = sum(f.stat().st_size for f in loaded.directory.iterdir() if f.suffix in suffixes)
+    facts = {"directory": str(loaded.directory), "bytes": size, **facts_of(loaded)}
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -280,7 +285,7 @@ def info(
 
 @app.command()
 def check(
-    directory: Annotated[Path, typer.Argument(help="Directory of the model.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     text: Annotated[
         list[str] | None,
         typer.Option(help="An input; repeat the option. None: random token ids."),
@@ -295,7 +300,7 @@ def check(
 
     Example: `seqserve check opus-mt-en-de --text "Good morning" --text "How are you?"`
     """
-    loaded = _load(directory, _settings({"device": "cpu", "dtype": "float32"}))
+    loaded = _load(model, _settings({"device": "cpu", "dtype": "float32"}))
     from service.check import CheckError
     from service.check import check as compare
 
@@ -420,17 +425,19 @@ def _run_training(trainer: Trainer) -> None:
 # --- shared --------------------------------------------------------------------------------------
 
 
-def _load(directory: Path, settings: Settings) -> LoadedModel:
-    _check_directory(directory)
+def _load(model: str, settings: Settings) -> LoadedModel:
+    location = locate(model)
+    if isinstance(location, Path):
+        _check_directory(location)
     import torch
 
     from model.checkpoint import ModelError
-    from model.loader import load_model
+    from service.served import fetch_and_load
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
-        return load_model(directory, settings.device, settings.dtype)
+        return fetch_and_load(location, settings)
     except (ModelError, OSError) as error:
         _fail(str(error), code=1)
     except (MemoryError, torch.OutOfMemoryError):

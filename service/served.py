@@ -23,6 +23,7 @@ from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.defaults import default_decoding
 from service.generation import Generator
+from service.hub import Location, fetch
 from service.inspection import Inspector
 from service.runner import Runner, StepFigures
 from service.settings import Settings, engine_config
@@ -95,7 +96,7 @@ class Models:
     """All models of a server, in order; the first one is the default.
 
     Args:
-        directories: name -> directory of each model.
+        locations: name -> where each model is.
         on_failure: called with the message when a model cannot be loaded.
         loaded: models that are in memory already, by name.
     """
@@ -103,13 +104,13 @@ class Models:
     def __init__(
         self,
         settings: Settings,
-        directories: Mapping[str, Path],
+        locations: Mapping[str, Location],
         on_failure: Callable[[str], None],
         loaded: Mapping[str, LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
         self.failure: str | None = None
-        self._directories = directories
+        self._locations = locations
         self._on_failure = on_failure
         self._loaded = dict(loaded or {})
         self._served: dict[str, ServedModel] = {}
@@ -117,7 +118,7 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        return list({**self._loaded, **self._directories})
+        return list({**self._loaded, **self._locations})
 
     @property
     def served(self) -> list[ServedModel]:
@@ -128,11 +129,9 @@ class Models:
         """Load one after the other, off the event loop; each answers as soon as it is there."""
         for name, loaded in self._loaded.items():
             self._served[name] = ServedModel.start(name, loaded, self.settings)
-        for name, directory in self._directories.items():
+        for name, location in self._locations.items():
             try:
-                loaded = await in_daemon_thread(
-                    load_model, directory, self.settings.device, self.settings.dtype
-                )
+                loaded = await in_daemon_thread(fetch_and_load, location, self.settings)
                 self._served[name] = ServedModel.start(name, loaded, self.settings)
             except Exception as error:  # noqa: BLE001 - a server without its model must say so
                 self._fail(f"model {name}: {explain(error)}", error)
@@ -199,6 +198,17 @@ class Models:
 
     def _missing(self) -> str:
         return f"not loaded: {self.failure}" if self.failure else "still loading"
+
+
+def fetch_and_load(location: Location, settings: Settings) -> LoadedModel:
+    """Load a model, which is fetched first where it is on the Hub.
+
+    Raises:
+        HubError: it cannot be fetched; the message says why.
+        ModelError: it cannot be served; likewise.
+    """
+    directory = location if isinstance(location, Path) else fetch(location)
+    return load_model(directory, settings.device, settings.dtype)
 
 
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

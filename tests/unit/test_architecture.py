@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"model", "service", "seqserve"}
 EXTRAS = PROJECT["optional-dependencies"]
-OPTIONAL = {"check": "service/check.py"}
+OPTIONAL = {"check": "service/check.py", "hub": "service/hub.py"}
 SERVED = ["server", *OPTIONAL]
 # Imported by name, and guaranteed by the dependency that is built on them.
 COMES_WITH = {"annotated_types": "pydantic", "starlette": "fastapi"}

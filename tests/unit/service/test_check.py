@@ -112,7 +112,7 @@ class TestComparison:
             model.network.get_parameter("output.bias")[0, 0] += 20
             return model
 
-        monkeypatch.setattr("model.loader.load_model", wrong)
+        monkeypatch.setattr("service.served.load_model", wrong)
         done = check(marian)
         assert done.exit_code == 1
         assert "DIFFERS FROM transformers" in done.stdout

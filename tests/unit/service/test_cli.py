@@ -178,7 +178,7 @@ def test_out_of_memory_gives_advice(
     def fail(*_: object) -> None:
         raise error or torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("model.loader.load_model", fail)
+    monkeypatch.setattr("service.served.load_model", fail)
     done = generate(model, "x")
     assert done.exit_code == 1
     assert "out of memory" in done.stderr
