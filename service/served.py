@@ -16,6 +16,7 @@ import torch
 
 from model.cache import EncoderCache, RequestMemory
 from model.checkpoint import ModelError
+from model.config import ModelSpec
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
 from model.transformer import Transformer
@@ -53,7 +54,12 @@ class ServedModel:
 
     @classmethod
     def start(cls, name: str, loaded: LoadedModel, settings: Settings) -> ServedModel:
-        """Give a model an engine and a thread. Call it on the event loop."""
+        """Give a model an engine and a thread. Call it on the event loop.
+
+        Raises:
+            ModelError: what it asks for by default could never run.
+        """
+        check_default_beams(loaded.spec, settings)
         figures = StepFigures(settings.max_rows)
         engine = Engine(loaded, engine_config(settings), figures.record)
         runner = Runner(engine, settings.max_queue, name)
@@ -198,6 +204,20 @@ class Models:
 
     def _missing(self) -> str:
         return f"not loaded: {self.failure}" if self.failure else "still loading"
+
+
+def check_default_beams(spec: ModelSpec, settings: Settings) -> None:
+    """Refuse a model whose every request without parameters would be refused.
+
+    Raises:
+        ModelError: its own `num_beams` are more than there are rows.
+    """
+    beams = spec.defaults.num_beams or 1
+    if beams > settings.max_rows:
+        raise ModelError(
+            f"num_beams of its generation_config.json or config.json is {beams}, but max_rows is "
+            f"{settings.max_rows}: a search's beams are rows, so raise max_rows or lower num_beams"
+        )
 
 
 def fetch_and_load(location: Location, settings: Settings) -> LoadedModel:

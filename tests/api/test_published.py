@@ -105,6 +105,21 @@ async def test_info_tells_the_defaults(api: Api, directory: Path) -> None:
     assert facts.items() >= {k: model[k] for k in facts if k in model}.items()
 
 
+async def test_default_beams_that_are_more_than_the_rows_are_refused_at_the_start(
+    directory: Path,
+) -> None:
+    failures: list[str] = []
+    for rows in (3, 4):
+        settings = Settings(models=(f"mt={directory}",), max_rows=rows, device="cpu")
+        models = create_app(settings, on_failure=failures.append).state.models
+        await models.load()
+        assert [model.name for model in models.served] == ["mt"] * (rows == 4)
+        await models.stop()
+    [failure] = failures
+    assert failure.startswith("model mt: num_beams of its generation_config.json")
+    assert "is 4, but max_rows is 3" in failure
+
+
 async def test_byt5_takes_and_gives_bytes(tmp_path: Path) -> None:
     model = load_model(make_byt5_model(tmp_path, max_length=30), "cpu")
     async with serving(create_app(Settings(), {"byt5": model})) as client:
