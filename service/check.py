@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from model.config import EngineConfig
 from model.engine import Engine
 from model.layers import padding_mask
 from model.loader import LoadedModel
+from model.multilingual import read_settings
 from model.sequence import Forward, ForwardEvent, TokenEvent
 from model.sequence import Sequence as Row
 from model.steppers import pad_rows
@@ -207,8 +209,8 @@ class Difference:
     Attributes:
         largest: absolute difference of two values in one place; not finite where only one of them
             is.
-        bound: what rounding explains: `TOLERANCE` for values up to 1, and in proportion for larger
-            ones.
+        bound: what rounding explains: `TOLERANCE` for values up to 1, and in proportion to the
+            reference's largest where that is more.
     """
 
     largest: float
@@ -220,9 +222,9 @@ class Difference:
         size = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 0.0
         return cls(float(apart.max()), TOLERANCE * max(1.0, size))
 
-    @property
-    def is_rounding(self) -> bool:
-        return self.largest <= self.bound  # never of a NaN
+    def within(self, bound: float) -> bool:
+        """Whether it is at most `bound`; what is no number never is."""
+        return self.largest <= bound
 
 
 # --- the check -----------------------------------------------------------------------------------
@@ -250,14 +252,15 @@ class Finding:
 
     @classmethod
     def of_numbers(cls, what: str, differences: Sequence[Difference]) -> Finding:
-        wrong = [i for i, each in enumerate(differences) if not each.is_rounding]
+        bound = max(each.bound for each in differences)  # one batch, one size of its values
+        wrong = [i for i, each in enumerate(differences) if not each.within(bound)]
         finite = all(math.isfinite(each.largest) for each in differences)
         return cls(
             what,
             compared=len(differences),
             different=len(wrong),
             largest=max(each.largest for each in differences) if finite else None,
-            bound=min(each.bound for each in differences),
+            bound=bound,
             note=f"input {wrong[0]}" + ("" if finite else ": not finite") if wrong else "",
         )
 
@@ -359,13 +362,10 @@ def _compare_tokenizers(
     if not texts:
         yield Finding("tokens", 0, note="no texts were given")
         return
-    if not any((model.directory / name).exists() for name in TOKENIZER_FILES):
-        yield Finding("tokens", 0, note="the directory has no tokenizer that transformers reads")
-        return
     try:
-        reference = transformers.AutoTokenizer.from_pretrained(model.directory, **_LOCALLY)
-    except (OSError, ValueError, ImportError) as error:  # a class of its own, among others
-        yield Finding("tokens", 0, note=f"transformers cannot load the tokenizer: {error}")
+        reference = _reference_tokenizer(transformers, model.directory)
+    except CheckError as error:
+        yield Finding("tokens", 0, note=str(error))
         return
     theirs = reference(list(texts))["input_ids"]
     yield Finding.of_tokens("source tokens", _our_ids(model, "source", texts), theirs)
@@ -425,6 +425,19 @@ def _reference(transformers: Any, model: LoadedModel) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckError(f"{model.directory}: transformers cannot load it: {error}") from error
     return network.eval()
+
+
+def _reference_tokenizer(transformers: Any, directory: Path) -> Any:
+    """Raises CheckError: there is none, or none without code that is not the library's."""
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise CheckError("the directory has no tokenizer that transformers reads")
+    stated = str(read_settings(directory).get("tokenizer_class", "AutoTokenizer"))
+    if not hasattr(transformers, stated.removesuffix("Fast")):  # it would take another one
+        raise CheckError(f"transformers has no {stated}")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, **_LOCALLY)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckError(f"transformers cannot load the tokenizer: {error}") from error
 
 
 @contextmanager

@@ -126,15 +126,17 @@ class TestComparison:
         assert found["greedy tokens"].compared == 0
         assert "decoder_start_token_id" in found["greedy tokens"].note
 
+    @pytest.mark.parametrize("tokenizer_class", ["Own", "MarianTokenizer"])
     def test_no_code_of_the_directory_is_run_and_nothing_is_fetched(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tokenizer_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         directory, marker = make_marian_model(tmp_path / "marian"), tmp_path / "was-run"
         code = f"open({str(marker)!r}, 'w').close()\nclass Own: pass\ndef generate(**_): pass\n"
         (directory / "own.py").write_text(code)
         (directory / "custom_generate").mkdir()
         (directory / "custom_generate" / "generate.py").write_text(code)
-        settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        settings = {"auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        settings |= {"tokenizer_class": tokenizer_class}
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
         def connect(*address: object) -> None:
@@ -142,10 +144,18 @@ class TestComparison:
 
         monkeypatch.setattr(socket.socket, "connect", connect)
         monkeypatch.setattr(socket, "getaddrinfo", connect)
-        assert check(directory).exit_code == 0
         done = check(directory, "--text", "a b")
-        assert isinstance(done.exception, SystemExit | None), done.exception
+        assert done.exit_code == 0, done.output
         assert not marker.exists()
+        if tokenizer_class == "Own":
+            assert "tokens: transformers has no Own" in done.stdout
+
+    def test_another_tokenizer_than_the_stated_one_is_not_compared(self, tmp_path: Path) -> None:
+        """For a SMaLL-100, whose class lies beside it as code, it would take M2M100's."""
+        settings = {"tokenizer_class": "SMALL100Tokenizer", "tgt_lang": "en"}
+        report = compare(load_model(make_m2m_model(tmp_path, **settings), "cpu"), ["a b"])
+        assert by_name(report)["tokens"].note == "transformers has no SMALL100Tokenizer"
+        assert report.equal
 
     @pytest.mark.parametrize("make", [make_native_model, make_tutorial_model])
     def test_a_family_of_our_own_has_no_reference(
@@ -175,14 +185,18 @@ def test_the_missing_package_is_named(marian: Path, monkeypatch: pytest.MonkeyPa
 def test_differences_count_in_proportion_to_the_values() -> None:
     small = Difference.between(torch.tensor([0.5, 0.0]), torch.tensor([0.5, 9e-5]))
     assert small.largest == pytest.approx(9e-5)
-    assert small.is_rounding
-    assert not Difference.between(torch.tensor([0.0]), torch.tensor([2e-4])).is_rounding
-    assert Difference.between(torch.tensor([0.0, 9.0]), torch.tensor([2e-4, 9.0])).is_rounding
+    assert small.bound == TOLERANCE
+    large = Difference.between(torch.tensor([0.0, -9.0]), torch.tensor([2e-4, -9.0]))
+    assert large.bound == pytest.approx(9 * TOLERANCE)
+    numbers = Finding.of_numbers("logits", [small, large])
+    assert (numbers.different, numbers.bound) == (0, large.bound)
+    assert Finding.of_numbers("logits", [small, Difference(2e-4, TOLERANCE)]).different == 1
 
 
 def test_infinities_may_be_equal_and_nothing_equals_what_is_no_number() -> None:
-    infinite = torch.tensor([-math.inf, 1.0])
+    infinite, finite = torch.tensor([-math.inf, 1.0]), torch.tensor([0.0, 1.0])
+    nothing = torch.tensor([math.nan, 1.0])
     assert Difference.between(infinite, infinite).largest == 0
-    assert not Difference.between(torch.tensor([0.0, 1.0]), infinite).is_rounding
-    assert not Difference.between(infinite, torch.tensor([0.0, 1.0])).is_rounding
-    assert not Difference.between(torch.tensor([math.nan]), torch.tensor([math.nan])).is_rounding
+    for ours, theirs in ((finite, infinite), (infinite, finite), (nothing, nothing)):
+        found = Difference.between(ours, theirs)
+        assert not found.within(found.bound)
