@@ -22,7 +22,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## Create .venv and install the project with its server and dev extras
+setup: $(STAMP) ## Create .venv and install the project with its extras
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 		echo "seqserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,dev]"
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,hub,check,dev]"
 	@touch $@
 
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"

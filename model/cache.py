@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.config import ModelSpec
 from model.layers import MultiHeadAttention, padding_mask
+from model.transformer import Transformer
 
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
@@ -29,10 +31,61 @@ class CacheShape:
     device: torch.device
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, network: Transformer) -> CacheShape:
+        """What a network's decoder remembers, of either side."""
+        attention = network.decoder.layers[0].self_attention
+        weight = attention.key.weight
+        return cls(
+            layers=len(network.decoder.layers),
+            heads=attention.heads,
+            head_dim=weight.shape[0] // attention.heads,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of keys and values, of one row."""
+        return self.layers * 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_per_row(self, positions: int) -> int:
+        """What is allocated for a row of so many positions."""
+        return self.bytes_per_position * _round_up(positions, LENGTH_BLOCK)
+
     def zeros(self, rows: int, length: int) -> Tensor:
         """``[layers, 2, rows, heads, length, head_dim]``: keys at 0, values at 1."""
         size = (self.layers, 2, rows, self.heads, length, self.head_dim)
         return torch.zeros(size, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """What one request takes of a device's memory while it is decoded, in bytes.
+
+    Attributes:
+        per_source_token: keys and values of cross-attention, and the encoder's output.
+        per_target_token: keys and values of self-attention, for each row: a beam search has
+            `num_beams`.
+        longest: of a request of one row, with the longest source and target that the model takes;
+            lengths are rounded up as the cache does.
+    """
+
+    per_source_token: int
+    per_target_token: int
+    longest: int
+
+    @classmethod
+    def of(cls, network: Transformer, spec: ModelSpec) -> RequestMemory:
+        shape = CacheShape.of(network)
+        table = network.encoder.embedding.tokens.weight
+        memory = table.shape[1] * table.dtype.itemsize  # the encoder's output
+        rows = shape.bytes_per_row(spec.max_src) + shape.bytes_per_row(spec.max_tgt)
+        return cls(
+            per_source_token=shape.bytes_per_position + memory,
+            per_target_token=shape.bytes_per_position,
+            longest=rows + spec.max_src * memory,
+        )
 
 
 class Pool:

@@ -68,18 +68,10 @@ class CachedStepper:
     def __init__(self, network: Transformer, spec: ModelSpec, config: EngineConfig) -> None:
         self.network = network
         self.spec = spec
-        attention = network.decoder.layers[0].self_attention
-        weight = attention.key.weight
-        shape = CacheShape(
-            layers=len(network.decoder.layers),
-            heads=attention.heads,
-            head_dim=weight.shape[0] // attention.heads,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        shape = CacheShape.of(network)
         self.targets = TargetCache(shape)
         self.sources = SourceCache(shape)
-        self.device = weight.device
+        self.device = shape.device
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
 
     def join(self, rows: Sequence[Row]) -> None:

@@ -618,6 +618,24 @@ class ModelInfo(Answer):
         description="Tasks that `task` may name, with the defaults and the prefix of each; empty "
         "without tasks.",
     )
+    default_decoding: Literal["greedy", "beam_search", "sampling"] | None = Field(
+        None, description="How tokens are picked where a request says nothing."
+    )
+    decoder_start_ids: list[int] | None = Field(
+        None, description="What every target begins with, before any prefix or forced token."
+    )
+    eos_token_id: int | None = Field(None, description="Null: only length ends a target.")
+    cache_bytes_per_source_token: int | None = Field(
+        None,
+        description="Of cross-attention's keys and values and the encoder's output, in the "
+        "model's dtype. Absent, as below, where nothing can be kept.",
+    )
+    cache_bytes_per_target_token: int | None = Field(
+        None, description="Of self-attention's keys and values, for each row (each beam, draw)."
+    )
+    cache_bytes_per_request: int | None = Field(
+        None, description="Of one row with the longest source and target."
+    )
     languages: list[str] | None = Field(
         None, description="Codes that `src_lang` and `tgt_lang` may have; empty without languages."
     )

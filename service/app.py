@@ -82,13 +82,13 @@ def create_app(
     """Build the application; its lifespan loads the models and ends their threads.
 
     Args:
-        models: models in memory, by name, to serve instead of the settings' directories.
+        models: models in memory, by name, to serve instead of the settings'.
         on_failure: called with the message when a model cannot be loaded.
         tracer: told of each request, if there is to be a trace of it.
     """
     keys = read_keys(settings)
-    directories = {} if models else settings.directories
-    host = Models(settings, directories, on_failure or logger.error, models)
+    locations = {} if models else settings.locations
+    host = Models(settings, locations, on_failure or logger.error, models)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from model.cache import EncoderCache
+from model.cache import EncoderCache, RequestMemory
 from model.checkpoint import ModelError
 from model.config import EngineConfig, ModelSpec
 from model.engine import Engine
@@ -26,8 +26,10 @@ from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.admission import Admission
+from service.defaults import default_decoding
 from service.figures import StepFigures
 from service.generation import Generator
+from service.hub import Location, directory_of
 from service.inspection import Inspector
 from service.limits import within
 from service.rates import RestartBudget
@@ -72,8 +74,10 @@ class ServedModel:
             on_end: told why, when its engine has broken down for good.
 
         Raises:
+            ModelError: what it asks for by default could never run.
             Exception: the model cannot generate.
         """
+        check_default_beams(loaded.spec, settings)
         loaded = within(loaded, settings)
         figures = StepFigures(settings.max_rows)
         config = engine_config(settings)
@@ -99,11 +103,7 @@ class ServedModel:
 
     @cached_property
     def inspector(self) -> Inspector:
-        network = cast("Transformer", self.loaded.network)
-        spec, generator = self.loaded.spec, self.generator
-        return Inspector(
-            spec, generator.source, generator.target, network.heads, generator.languages
-        )
+        return inspector_of(self.loaded, self.generator)
 
     def vocabulary(self, side: Side) -> Vocabulary:
         """The encoder's or the decoder's."""
@@ -131,25 +131,11 @@ class ServedModel:
 
     def info(self) -> ModelInfo:
         """What /info says of it."""
-        loaded, spec = self.loaded, self.loaded.spec
         return ModelInfo(
             name=self.name,
             state=self.state,
-            family=self.family,
             device=self.device,
-            dtype=self.dtype,
-            parameters=loaded.parameters,
-            src_vocab_size=spec.src_vocab_size,
-            tgt_vocab_size=spec.tgt_vocab_size,
-            max_source_tokens=spec.max_src,
-            max_target_tokens=spec.max_tgt,
-            default_max_new_tokens=spec.default_max_new_tokens,
-            generation_defaults=spec.defaults.stated,
-            tasks=tasks_of(spec),
-            **languages_of(loaded),
-            source_is_target=spec.source_is_target,
-            source_tokenizer=loaded.source_tokenizer is not None,
-            target_tokenizer=loaded.target_tokenizer is not None,
+            **facts_of(self.loaded),
             waiting=self.runner.waiting,
             running=self.runner.running,
             restarts=self.runner.restarts,
@@ -162,7 +148,7 @@ class Models:
     """All models of a server, in order; the first one is the default.
 
     Args:
-        directories: name -> directory of each model.
+        locations: name -> where each model is.
         on_failure: called with the message when a model cannot be loaded (where the settings do
             not say to serve the others), or its engine has broken down for good.
         loaded: models that are in memory already, by name.
@@ -171,13 +157,13 @@ class Models:
     def __init__(
         self,
         settings: Settings,
-        directories: Mapping[str, Path],
+        locations: Mapping[str, Location],
         on_failure: Callable[[str], None],
         loaded: Mapping[str, LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
         self._failures: dict[str, str] = {}  # name -> why it could not be loaded
-        self._directories = directories
+        self._locations = dict(locations)
         self._on_failure = on_failure
         self._loaded = dict(loaded or {})
         self._served: dict[str, ServedModel] = {}
@@ -185,7 +171,7 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        return list({**self._loaded, **self._directories})
+        return list({**self._loaded, **self._locations})
 
     @property
     def served(self) -> list[ServedModel]:
@@ -198,11 +184,7 @@ class Models:
 
     async def _load(self, name: str) -> None:
         try:
-            loaded = self._loaded.get(name)
-            if loaded is None:
-                loaded = await in_daemon_thread(
-                    load_model, self._directories[name], self.settings.device, self.settings.dtype
-                )
+            loaded = self._loaded.get(name) or await self._read(name)
             model = await ServedModel.start(name, loaded, self.settings, self._on_failure)
         except Exception as error:  # noqa: BLE001 - a server without its model must say so
             self._fail(name, error)
@@ -211,13 +193,26 @@ class Models:
         self._served[name] = model
         logger.info("model %s is ready", name)
 
+    async def _read(self, name: str) -> LoadedModel:
+        """A model from its directory, which is fetched first where it is on the Hub.
+
+        Raises:
+            HubError: it cannot be fetched; the message says why.
+            ModelError: it cannot be served; likewise.
+        """
+        directory = await in_daemon_thread(directory_of, self._locations[name])
+        self._locations[name] = directory
+        return await in_daemon_thread(
+            load_model, directory, self.settings.device, self.settings.dtype
+        )
+
     def _fail(self, name: str, error: Exception) -> None:
         expected = isinstance(error, EXPECTED_FAILURES)
         if not expected:
             logger.error("unexpected error while loading", exc_info=error)
         message = explain(error)
         self._failures[name] = (
-            without_path(message, self._directories.get(name))
+            without_path(message, self._locations.get(name))
             if expected
             else "unexpected error; the server's log has the details"
         )
@@ -306,6 +301,20 @@ def warm_up(loaded: LoadedModel, config: EngineConfig) -> None:
                 raise event.error
 
 
+def check_default_beams(spec: ModelSpec, settings: Settings) -> None:
+    """Refuse a model whose every request without parameters would be refused.
+
+    Raises:
+        ModelError: its own `num_beams` are more than there are rows.
+    """
+    beams = spec.defaults.num_beams or 1
+    if beams > settings.max_rows:
+        raise ModelError(
+            f"num_beams of its generation_config.json or config.json is {beams}, but max_rows is "
+            f"{settings.max_rows}: a search's beams are rows, so raise max_rows or lower num_beams"
+        )
+
+
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Like `asyncio.to_thread`, but the process can end while the function still runs."""
     loop = asyncio.get_running_loop()
@@ -344,17 +353,53 @@ def generator_of(loaded: LoadedModel) -> Generator:
 
 
 def tasks_of(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """What /info and `seqserve info` say of the tasks that can be served."""
+    """The tasks that can be served."""
     return {name: task.stated for name, task in spec.tasks.items() if not task.fault}
 
 
-def languages_of(loaded: LoadedModel) -> dict[str, Any]:
-    """What /info and `seqserve info` say of a model's languages."""
-    languages = loaded.languages
+def inspector_of(loaded: LoadedModel, generator: Generator) -> Inspector:
+    """What plans and answers /logits, /next, /score, /attention and /tokenize for a model."""
+    network = cast("Transformer", loaded.network)
+    return Inspector(
+        loaded.spec, generator.source, generator.target, network.heads, generator.languages
+    )
+
+
+def facts_of(loaded: LoadedModel) -> dict[str, Any]:
+    """What /info and `seqserve info` say of a model."""
+    spec, languages = loaded.spec, loaded.languages
     return {
+        "family": spec.family,
+        "parameters": loaded.parameters,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "src_vocab_size": spec.src_vocab_size,
+        "tgt_vocab_size": spec.tgt_vocab_size,
+        "max_source_tokens": spec.max_src,
+        "max_target_tokens": spec.max_tgt,
+        "decoder_start_ids": list(spec.decoder_start_ids),
+        "eos_token_id": spec.eos_id,
+        "tasks": tasks_of(spec),
+        "default_decoding": default_decoding(spec.defaults),
+        "default_max_new_tokens": spec.default_max_new_tokens,
+        "generation_defaults": spec.defaults.stated,
         "languages": list(languages.ids) if languages else [],
         "default_src_lang": languages.default_src if languages else None,
         "default_tgt_lang": languages.default_tgt if languages else None,
+        "source_is_target": spec.source_is_target,
+        "source_tokenizer": loaded.source_tokenizer is not None,
+        "target_tokenizer": loaded.target_tokenizer is not None,
+        **_memory_of(loaded),
+    }
+
+
+def _memory_of(loaded: LoadedModel) -> dict[str, int]:
+    if loaded.spec.source_is_target:  # nothing is kept: each new token changes the source
+        return {}
+    memory = RequestMemory.of(cast("Transformer", loaded.network), loaded.spec)
+    return {
+        "cache_bytes_per_source_token": memory.per_source_token,
+        "cache_bytes_per_target_token": memory.per_target_token,
+        "cache_bytes_per_request": memory.longest,
     }
 
 
@@ -389,8 +434,8 @@ def explain(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def without_path(message: str, directory: Path | None) -> str:
+def without_path(message: str, location: Location | None) -> str:
     """A message about a model directory that does not tell where it is."""
-    for path in (directory, directory.resolve()) if directory else ():
+    for path in (location, location.resolve()) if isinstance(location, Path) else ():
         message = message.replace(f"{path}/", "").replace(str(path), "its directory")
     return message

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import EngineConfig
 from seqserve.schemas import TIMEOUT_LIMIT
+from service.hub import Location, locate
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
 
@@ -40,9 +41,9 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         (str(DEFAULT_MODEL),),
         min_length=1,
-        description="Models to serve, each NAME=DIR or DIR (its last part is then the name). The "
-        "first answers requests that name none. Repeat the option; separate by commas in the "
-        "variable.",
+        description="Models to serve, each NAME=DIR or DIR (its last part is then the name); "
+        "instead of DIR also ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub. The first "
+        "answers requests that name none. Repeat the option; separate by commas in the variable.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is all of them.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -229,33 +230,36 @@ class Settings(BaseSettings):
         return "max_beams", self.max_beams
 
     @property
-    def directories(self) -> dict[str, Path]:
-        """Name of each model -> its directory, in order.
+    def locations(self) -> dict[str, Location]:
+        """Name of each model -> where it is, in order.
 
         Raises:
             ValueError: a name is empty or used twice.
         """
-        found: dict[str, Path] = {}
+        found: dict[str, Location] = {}
         for model in self.models:
-            name, directory = named_directory(model)
+            name, location = named_model(model)
             if name in found:
                 raise ValueError(f"two models are called {name!r}; name them with NAME=DIR")
-            found[name] = directory
+            found[name] = location
         return found
 
 
-def named_directory(text: str) -> tuple[str, Path]:
-    """`NAME=DIR` or `DIR` -> name and directory.
+def named_model(text: str) -> tuple[str, Location]:
+    """`NAME=DIR` or `DIR`, or likewise with a model's id on the Hub -> name and location.
 
     Raises:
         ValueError: either is empty.
     """
-    name, equals, directory = text.partition("=")
-    if not equals or "/" in name:  # a directory whose path has "=" in it
-        name, directory = Path(text).resolve().name, text
-    if not name or not directory:
+    name, equals, place = text.partition("=")
+    named = bool(equals) and "/" not in name  # a directory's path may have "=" in it
+    place = place if named else text
+    location = locate(place)
+    if not named:
+        name = location.resolve().name if isinstance(location, Path) else location.name
+    if not name or not place:
         raise ValueError(f"a model must be NAME=DIR or DIR, got {text!r}")
-    return name, Path(directory).expanduser()
+    return name, location
 
 
 def engine_config(settings: Settings) -> EngineConfig:

@@ -7,14 +7,16 @@ import logging
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 import service.served
+from model.cache import RequestMemory
 from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
+from model.transformer import Transformer
 from seqserve import __version__
 from seqserve.schemas import (
     AttentionResponse,
@@ -185,6 +187,12 @@ async def test_info_describes_models_and_limits(
     assert first.parameters == native.parameters
     assert first.max_source_tokens == native.spec.max_src
     assert first.source_tokenizer
+    assert (first.decoder_start_ids, first.eos_token_id) == ([1], 2)
+    memory = RequestMemory.of(cast("Transformer", native.network), native.spec)
+    assert first.cache_bytes_per_source_token == memory.per_source_token
+    assert first.cache_bytes_per_target_token == memory.per_target_token
+    assert first.cache_bytes_per_request == memory.longest
+    assert second.cache_bytes_per_request is None
     assert not second.source_tokenizer
     assert second.source_is_target
     assert first.batches

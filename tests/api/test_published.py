@@ -139,10 +139,27 @@ async def test_info_tells_the_defaults(api: Api, directory: Path) -> None:
     assert model["family"] == "marian"
     assert model["generation_defaults"] == DEFAULTS
     assert model["default_max_new_tokens"] == 11
+    assert model["default_decoding"] == "beam_search"
     result = CliRunner().invoke(app, ["info", str(directory), "--json"])
     facts = json.loads(result.stdout)
     assert facts["generation_defaults"] == DEFAULTS
     assert facts["bytes"] > 1000
+    assert facts.items() >= {k: model[k] for k in facts if k in model}.items()
+
+
+async def test_default_beams_that_are_more_than_the_rows_are_refused_at_the_start(
+    directory: Path,
+) -> None:
+    failures: list[str] = []
+    for rows in (3, 4):
+        settings = Settings(models=(f"mt={directory}",), max_rows=rows, device="cpu")
+        models = create_app(settings, on_failure=failures.append).state.models
+        await models.load()
+        assert [model.name for model in models.served] == ["mt"] * (rows == 4)
+        await models.stop()
+    [failure] = failures
+    assert failure.startswith("model mt: num_beams of its generation_config.json")
+    assert "is 4, but max_rows is 3" in failure
 
 
 TASKS = {

@@ -16,19 +16,15 @@ from model.engine import Engine
 from model.loader import load_model
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
+from service.check import Both, cut, our_logits, reference_logits, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
     SIZES,
-    Both,
     check_generation,
     check_long_targets,
-    cut,
     enliven,
     largest_difference,
     our_defaults,
-    our_logits,
-    reference_logits,
-    reference_tokens,
     save_and_load,
 )
 
@@ -92,7 +88,7 @@ def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_pat
 @pytest.mark.parametrize("name", ["bart", "mbart"])
 def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
+    rounded = Both(exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
     pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
     for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
         difference = (found - reference_logits(exact, src, tgt)).abs()
@@ -106,7 +102,7 @@ def test_position_zero_is_row_two(tmp_path: Path) -> None:
     for side in ("encoder", "decoder"):
         tensors[f"model.{side}.embed_positions.weight"][:2] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -123,7 +119,7 @@ def test_old_files_name_every_table(tied: bool, tmp_path: Path) -> None:
     whole = {name: tensor.clone() for name, tensor in state.items()}
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
     assert again.ours.parameters == both.ours.parameters
 
@@ -143,7 +139,7 @@ def test_a_file_without_a_logits_bias_has_none(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["final_logits_bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, reference, load_model(tmp_path, "cpu"))
+    again = Both(reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -271,7 +267,7 @@ def test_older_models_keep_their_defaults_in_config_json(tmp_path: Path) -> None
     both = save_and_load(tmp_path, reference)
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, **SUMMARISER)
-    old = Both(tmp_path, reference, load_model(tmp_path, "cpu"))
+    old = Both(reference, load_model(tmp_path, "cpu"))
     for source in both.sources(4):
         assert our_defaults(old, source) == reference_tokens(both, source, **SUMMARISER)
 

@@ -19,9 +19,10 @@ from model.families import m2m_100
 from model.loader import LoadedModel, load_model
 from model.multilingual import MBART_CODES
 from seqserve.schemas import GenerateRequest, ScoreRequest, TokenizeRequest
+from service.check import cut
 from service.inspection import Inspector
 from service.served import generator_of
-from tests.parity.checkpoints import SIZES, cut, enliven
+from tests.parity.checkpoints import SIZES, enliven
 from tests.parity.test_t5_tokenizers import charsmap
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")

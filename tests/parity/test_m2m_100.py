@@ -13,19 +13,16 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import ModelError
 from model.loader import load_model
 from model.sequence import Decoding
+from service.check import Both, our_logits, reference_logits, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
     SIZES,
-    Both,
     check_generation,
     check_long_targets,
     enliven,
     largest_difference,
     our_defaults,
-    our_logits,
     our_tokens,
-    reference_logits,
-    reference_tokens,
     save_and_load,
 )
 
@@ -96,7 +93,7 @@ def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_pat
 @pytest.mark.parametrize("name", ["m2m_100", "pegasus"])
 def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
+    rounded = Both(exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
     pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
     for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
         difference = (found - reference_logits(exact, src, tgt)).abs()
@@ -151,7 +148,7 @@ def test_position_encodings_in_a_file_are_read_or_computed(tmp_path: Path) -> No
     for name in positions:
         del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
     assert len(positions) in (0, 2)
 
@@ -163,7 +160,7 @@ def test_old_files_name_every_table_and_hold_positions(tmp_path: Path) -> None:
         whole[f"model.{side}.embed_positions.weights"] = torch.full((102, 24), torch.nan)
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -200,7 +197,7 @@ def test_the_keys_of_published_configs_are_accepted(
     both = make(tmp_path, name)
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, **keys)
-    old = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    old = Both(both.reference, load_model(tmp_path, "cpu"))
     options = {k: keys[k] for k in ("num_beams", "max_length", "early_stopping") if k in keys}
     options |= {"length_penalty": keys.get("length_penalty", 1.0)}
     for source in both.sources(3):

@@ -20,19 +20,16 @@ from model.checkpoint import ModelError
 from model.families import marian
 from model.loader import load_model
 from model.tokenizer import IncrementalDetokenizer
+from service.check import Both, our_logits, reference_logits, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
     POSITIONS,
     SIZES,
-    Both,
     check_generation,
     check_long_targets,
     enliven,
     largest_difference,
     our_defaults,
-    our_logits,
-    reference_logits,
-    reference_tokens,
     save_and_load,
 )
 from tests.parity.test_t5_tokenizers import charsmap
@@ -87,7 +84,7 @@ def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_pat
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     exact = make(tmp_path, "deep")
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
+    rounded = Both(exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
     pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
     for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
         difference = (found - reference_logits(exact, src, tgt)).abs()
@@ -100,7 +97,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 def with_positions(both: Both) -> dict[str, torch.Tensor]:
     """The tensors of published files, which hold the position encodings too."""
-    tensors = load_file(both.directory / "model.safetensors")
+    tensors = load_file(both.ours.directory / "model.safetensors")
     for side in ("encoder", "decoder"):
         name = f"model.{side}.embed_positions.weight"
         assert name not in tensors
@@ -113,12 +110,12 @@ def test_positions_in_the_file_are_read(tmp_path: Path) -> None:
     computed = our_logits(both, [([5, 6], [PAD, 7])])[0]
     tensors = with_positions(both)
     save_file(tensors, tmp_path / "model.safetensors")
-    read = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    read = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(read) < ATOL
     assert read.ours.parameters == both.ours.parameters + 2 * POSITIONS * SIZES["d_model"]
     tensors["model.encoder.embed_positions.weight"] += 1.0
     save_file(tensors, tmp_path / "model.safetensors")
-    moved = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    moved = Both(both.reference, load_model(tmp_path, "cpu"))
     assert (our_logits(moved, [([5, 6], [PAD, 7])])[0] - computed).abs().max() > 0.01
 
 
@@ -130,7 +127,7 @@ def test_published_files_name_every_table(tmp_path: Path) -> None:
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     tensors |= dict.fromkeys((*names, "lm_head.weight"), table)
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert largest_difference(Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))) < ATOL
+    assert largest_difference(Both(both.reference, load_model(tmp_path, "cpu"))) < ATOL
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,22 @@ from model.layers import RelativePositionBias, relative_buckets
 from model.loader import load_model
 from model.sequence import Decoding, Forward
 from model.sequence import Sequence as Row
-from tests.parity.checkpoints import (
-    ATOL,
-    SPREAD,
+from service.check import (
     Both,
-    check_generation,
-    check_long_targets,
     cut,
-    largest_difference,
-    our_defaults,
     our_logits,
     our_memory,
     reference_logits,
     reference_memory,
     reference_tokens,
+)
+from tests.parity.checkpoints import (
+    ATOL,
+    SPREAD,
+    check_generation,
+    check_long_targets,
+    largest_difference,
+    our_defaults,
     save_and_load,
 )
 
@@ -243,7 +245,7 @@ def test_attention_weights_equal_the_reference(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["t5", "flan-deep", "mt5"])
 def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
+    rounded = Both(exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
     pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
     for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
         difference = (found - reference_logits(exact, src, tgt)).abs()
@@ -259,7 +261,7 @@ def test_float16_bears_feed_forwards_beyond_its_range(name: str, tmp_path: Path)
             if parameter_name.endswith("wo.weight"):
                 parameter *= 3e5
     exact = save_and_load(tmp_path, reference)
-    half = Both(tmp_path, reference, load_model(tmp_path, "cpu", "float16"))
+    half = Both(reference, load_model(tmp_path, "cpu", "float16"))
     assert {p.dtype for p in half.network.parameters()} == {torch.float16, torch.float32}
     layer = half.network.encoder.layers[0]
     x = torch.randn(1, 5, 24).half()
@@ -288,7 +290,7 @@ def test_old_files_name_every_table_and_one_that_nobody_uses(name: str, tmp_path
     whole[unused] = torch.full((8, 3), torch.nan)
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -297,7 +299,7 @@ def test_a_table_under_another_name_is_found(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -306,7 +308,7 @@ def test_older_files_say_by_their_tie_whether_the_output_is_scaled(tmp_path: Pat
         directory = tmp_path / f"{name}{tied}"
         both = make(directory, name)
         edit_config(directory, tie_word_embeddings=tied, scale_decoder_outputs=...)
-        again = Both(directory, both.reference, load_model(directory, "cpu"))
+        again = Both(both.reference, load_model(directory, "cpu"))
         assert largest_difference(again) < ATOL
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,11 +15,19 @@ from model.cache import (
     CacheShape,
     EncoderCache,
     Pool,
+    RequestMemory,
     Sharing,
     SourceCache,
     TargetCache,
 )
+from model.config import EngineConfig
 from model.layers import MultiHeadAttention
+from model.loader import load_model
+from model.sequence import Decoding
+from model.sequence import Sequence as Row
+from model.steppers import CachedStepper
+from model.transformer import Transformer
+from tests.builders import make_byt5_model, make_native_model
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(layers=2, heads=3, head_dim=4, device=CPU, dtype=torch.float32)
@@ -316,3 +326,39 @@ def test_bytes_stay_within_bounds_in_any_history() -> None:
         while sum(i % 7 + 1 for i in recent) > 20:
             recent.pop(0)
         assert cache.bytes == 16 * sum(i % 7 + 1 for i in recent)
+
+
+# --- memory of a request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_tgt", [48, 70])
+def test_the_memory_of_a_request_is_what_it_allocates(
+    dtype: str, max_tgt: int, tmp_path: Path
+) -> None:
+    shape = {"decoder_layers": 3, "max_src": 130, "max_tgt": max_tgt}
+    model = load_model(make_native_model(tmp_path, **shape), "cpu", dtype)
+    stepper = CachedStepper(cast("Transformer", model.network), model.spec, EngineConfig())
+    memory = RequestMemory.of(stepper.network, model.spec)
+    row = Row([5] * 130, [1], Decoding(max_tgt))
+    with torch.inference_mode():
+        stepper.join([row])
+        for _ in range(max_tgt):
+            stepper.step([row])
+            row.tokens.append(5)
+    targets, sources = stepper.targets.pool.tensor, stepper.sources.pool.tensor
+    kept = stepper.encoder_cache.bytes
+    assert memory.longest == targets.nbytes + sources.nbytes + kept
+    assert memory.per_target_token == targets.nbytes / targets.shape[4]
+    assert memory.per_source_token == sources.nbytes / sources.shape[4] + kept / 130
+    assert targets.shape[4] == (128 if max_tgt == 70 else 64)
+
+
+def test_the_encoder_s_output_counts_in_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """Though T5's layers add up in float32 where its weights are float16."""
+    model = load_model(make_byt5_model(tmp_path), "cpu", "float16")
+    stepper = CachedStepper(cast("Transformer", model.network), model.spec, EngineConfig())
+    memory = RequestMemory.of(stepper.network, model.spec)
+    with torch.inference_mode():
+        stepper.join([Row([5, 6, 7], [0], Decoding(3))])
+    assert stepper.encoder_cache.bytes == 3 * (memory.per_source_token - memory.per_target_token)

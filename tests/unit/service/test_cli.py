@@ -34,11 +34,11 @@ def generate(model: Path, *arguments: str, stdin: str | bytes | None = None) -> 
 
 
 def test_help_teaches_with_examples() -> None:
-    for command in ("serve", "generate", "train", "info"):
+    for command in ("serve", "generate", "train", "info", "check"):
         text = run(command, "--help").output
         assert "Example" in text
         assert f"seqserve {command}" in text
-    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info"))
+    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info", "check"))
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -225,9 +225,12 @@ def test_info_prints_a_table_or_json(model: Path, tmp_path: Path) -> None:
     assert facts["family"] == "seqserve"
     assert facts["max_source_tokens"] == 48
     assert facts["parameters"] > 0
+    assert facts["dtype"] == "float32"
+    assert f"{facts['cache_bytes_per_request']:,}" in table.stdout
     tutorial = json.loads(run("info", str(make_tutorial_model(tmp_path)), "--json").stdout)
     assert tutorial["source_is_target"]
     assert not tutorial["source_tokenizer"]
+    assert "cache_bytes_per_request" not in tutorial
 
 
 # --- train ---------------------------------------------------------------------------------------
