@@ -87,7 +87,7 @@ def write_whole(directory: Path, shapes: Shapes) -> None:
 
 def write_shards(directory: Path, shapes: Shapes) -> None:
     """`model.safetensors.index.json` and its files."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(SHARDS):
         file = f"model-{i + 1:05}-of-{SHARDS:05}.safetensors"
         part = dict(list(shapes.items())[i::SHARDS])
