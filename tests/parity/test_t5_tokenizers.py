@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import sentencepiece
 
 from model.families import t5
 from model.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.parity.tokenizer_files import train_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -81,20 +81,15 @@ def charsmap(serialized: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def serialized() -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(s for s in sentences(600, 0) if "extra" not in s and s.strip()),
-        model_writer=model,
+    return train_pieces(
+        (s for s in sentences(600, 0) if "extra" not in s and s.strip()),
         vocab_size=60,
-        hard_vocab_limit=False,
         character_coverage=0.99,
         pad_id=0,
         eos_id=1,
         unk_id=2,
         bos_id=-1,
-        minloglevel=2,
     )
-    return model.getvalue()
 
 
 @pytest.fixture(scope="module")
