@@ -32,7 +32,8 @@ class Checkpoint:
     Attributes:
         path: the file, or the index of several.
         shapes: every tensor's shape, known without reading any.
-        read: the tensor of a name.
+        read: the tensor of a name. Of a mapped file it is the file's own pages: no memory is taken
+            for it until somebody writes to it.
     """
 
     path: Path
@@ -192,6 +193,9 @@ def fill(
     wide: Collection[str] = (),
 ) -> None:
     """Give every parameter its tensor; nothing missing, nothing left over.
+
+    One tensor at a time, so that no more than one exists twice; none is copied that has its dtype
+    and device already.
 
     Args:
         network: its parameters may lie on the meta device.

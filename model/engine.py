@@ -462,8 +462,7 @@ class Engine:
         return events
 
     def _logits(self, forwards: Sequence_[Forward]) -> list[Event]:
-        logits = self.stepper.forward(forwards)
-        return [_answer(f, row.float()) for f, row in zip(forwards, logits, strict=True)]
+        return [*self.stepper.forward(forwards)]
 
     def _attention(self, forwards: Sequence_[Forward]) -> list[Event]:
         maps = self.stepper.attention(forwards)
@@ -481,19 +480,6 @@ def _ends(sequence: Sequence, events: list[Event], carry_on: Callable[[], bool])
     except Exception as error:  # noqa: BLE001  whatever its stop check raised, others go on
         events.append(FailureEvent(sequence, error))
         return True
-
-
-def _answer(forward: Forward, logits: Tensor) -> ForwardEvent:
-    """What a pass reports of its ``[positions, vocab]`` logits, on the CPU."""
-    if forward.labels is not None:
-        ids = torch.tensor(forward.labels, device=logits.device)[:, None]
-        values = logits.gather(1, ids)
-    elif forward.top_k is not None:
-        values, ids = logits.topk(min(forward.top_k, logits.shape[-1]), dim=-1)
-    else:
-        return ForwardEvent(forward, logits.cpu())
-    logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
-    return ForwardEvent(forward, values.cpu(), ids.cpu(), logprobs.cpu())
 
 
 def _token_event(

@@ -16,7 +16,8 @@ from torch import Tensor
 from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
 from model.layers import MultiHeadAttention, causal_mask, padding_mask
-from model.sequence import AttentionMaps, Forward
+from model.passes import read_out
+from model.sequence import AttentionMaps, Forward, ForwardEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
 
@@ -42,8 +43,8 @@ class Stepper(Protocol):
         """Keep these rows, in this order, and drop the others."""
         ...
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
-        """Teacher-forced logits of each pass, ``[positions, vocab]``."""
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
+        """What each teacher-forced pass reports of its logits."""
         ...
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -113,7 +114,7 @@ class CachedStepper:
         self.targets.keep(rows)
         self.sources.keep(rows)
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device, self.encoder_cache)
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -135,12 +136,14 @@ class ResubmittingStepper:
     def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         grown = [row.src + row.target for row in rows]
         last = [Forward(src=ids, tgt=ids, positions="last") for ids in grown]
-        return torch.cat(self.forward(last))
+        hidden = torch.cat(hidden_states(self.network, self.spec, last, self.device))
+        logits: Tensor = self.network.output(hidden)
+        return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         pass
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device)
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -183,20 +186,32 @@ def teacher_forced(
     passes: Sequence[Forward],
     device: torch.device,
     cache: EncoderCache | None = None,
+) -> list[ForwardEvent]:
+    """Whole targets in one masked pass, and what is asked of their logits."""
+    hidden = hidden_states(network, spec, passes, device, cache)
+    return read_out(passes, hidden, network.output, spec.tgt_vocab_size)
+
+
+def hidden_states(
+    network: Transformer,
+    spec: ModelSpec,
+    passes: Sequence[Forward],
+    device: torch.device,
+    cache: EncoderCache | None = None,
 ) -> list[Tensor]:
-    """Logits of whole targets in one masked pass; a source shared by passes is encoded once."""
+    """What the decoder has at each pass' wanted positions, ``[positions, dim]``.
+
+    A source shared by passes is encoded once.
+    """
     sources, slots = distinct(tuple(p.src) for p in passes)
     memory, mask = encode(network, spec, sources, device, cache)
     index = torch.tensor(slots, device=device)
     tgt = pad_rows([p.tgt for p in passes], spec.pad_id, device)
     hidden = network.decode(tgt, memory[index], mask[index])  # [passes, tgt, dim]
-    wanted = [
+    return [
         hidden[i, len(p.tgt) - 1 : len(p.tgt)] if p.positions == "last" else hidden[i, : len(p.tgt)]
         for i, p in enumerate(passes)
     ]
-    # Only what is wanted goes through the output layer: the vocabulary is wide.
-    logits: Tensor = network.output(torch.cat(wanted))
-    return list(torch.split(logits, [len(w) for w in wanted]))
 
 
 MAX_WEIGHTS = 2**24

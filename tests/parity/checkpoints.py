@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -51,6 +52,13 @@ def save_and_load(directory: Path, reference: Any, *, dtype: str = "float32", **
     """
     reference.save_pretrained(directory, **save)
     return Both(reference, load_model(directory, "cpu", dtype))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Set keys of `config.json`; `...` removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,82 +16,34 @@ from model.config import EngineConfig
 from model.engine import Engine
 from model.families import m2m_100
 from model.loader import LoadedModel, load_model
-from model.multilingual import MBART_CODES
 from seqserve.schemas import GenerateRequest, ScoreRequest, TokenizeRequest
 from service.check import cut
 from service.inspection import Inspector
 from service.served import generator_of
-from tests.parity.checkpoints import SIZES, enliven
-from tests.parity.test_t5_tokenizers import charsmap
+from tests.parity.families import reference_model
+from tests.parity.tokenizer_files import (
+    charsmap,
+    m2m100,
+    mbart,
+    mbart50,
+    nllb,
+    processor_of,
+    scored,
+    sentences,
+    small100,
+    write_pieces,
+)
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 generate_merges = pytest.importorskip("transformers.tokenization_utils_base").generate_merges
 
-WORDS = ["the", "moon", "Über", "ça", "42", "don't", "reads", "日本", "مرحبا", ",", "🙂", "river"]
 TEXTS = ["moon", " the  moon ", "Über, ça!", "a\nb\tc", "日本 42", "eng Latn", "x" * 50]
-
-
-def sentences(count: int, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 10))) for _ in range(count)]
 
 
 @pytest.fixture(scope="session")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small SentencePiece model."""
-    path = tmp_path_factory.mktemp("pieces") / "sentencepiece.bpe.model"
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences(400, 0)),
-            model_writer=file,
-            vocab_size=90,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-    return path
-
-
-def processor_of(pieces: Path) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=str(pieces))
-
-
-def scored(pieces: Path) -> list[tuple[str, float]]:
-    spm = processor_of(pieces)
-    return [(spm.id_to_piece(i), spm.get_score(i)) for i in range(spm.get_piece_size())]
-
-
-def nllb(directory: Path, pieces: Path, **settings: Any) -> Any:
-    spm = scored(pieces)
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in spm[3:])]
-    letters = [t for t in tokens if len(t) == 1]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, *letters]))}
-    tokenizer = transformers.NllbTokenizer(vocab=vocab, merges=[], **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def m2m100(directory: Path, pieces: Path, **settings: Any) -> Any:
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in scored(pieces)[3:-5])]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
-    tokenizer = transformers.M2M100Tokenizer(str(directory / "vocab.json"), str(pieces), **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def mbart50(directory: Path, pieces: Path, **settings: Any) -> Any:
-    tokenizer = transformers.MBart50Tokenizer(vocab=scored(pieces), **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def mbart(directory: Path, pieces: Path, **settings: Any) -> Any:
-    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    codes = [(code, 0.0) for code in [*MBART_CODES.split(), "<mask>"]]  # as published
-    vocab = [*special, *scored(pieces)[3:], *codes]
-    tokenizer = transformers.MBartTokenizer(vocab=vocab, **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
+    return write_pieces(tmp_path_factory.mktemp("pieces") / "sentencepiece.bpe.model")
 
 
 KINDS: dict[str, Any] = {
@@ -118,17 +69,8 @@ def save(directory: Path, kind: str, pieces: Path, **options: Any) -> tuple[Any,
     """A whole model directory; the reference's tokenizer and network."""
     make, settings = KINDS[kind]
     tokenizer = make(directory, pieces, **settings)
-    sizes = (
-        SIZES
-        | {"vocab_size": len(tokenizer.get_vocab()) + 108, "decoder_start_token_id": 2}
-        | options
-    )
-    if kind.startswith("mbart"):
-        config = transformers.MBartConfig(**sizes, scale_embedding=True)
-        network = transformers.MBartForConditionalGeneration(config)
-    else:
-        network = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
-    network = enliven(network.eval(), 3)
+    sizes = {"vocab_size": len(tokenizer.get_vocab()) + 108, "decoder_start_token_id": 2} | options
+    network = reference_model("mbart" if kind.startswith("mbart") else "m2m_100", **sizes)
     network.save_pretrained(directory)
     return tokenizer, network
 
@@ -248,9 +190,7 @@ def test_a_model_whose_decoder_starts_with_a_language_starts_with_the_one_asked_
 
 def test_small_100_names_the_target_in_the_source_alone(pieces: Path, tmp_path: Path) -> None:
     save(tmp_path, "m2m100", pieces)
-    path = tmp_path / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": "SMALL100Tokenizer"}
-    path.write_text(json.dumps(settings))
+    small100(tmp_path, pieces)
     model = load_model(tmp_path, "cpu")
     assert model.languages is not None
     german = model.languages.ids["de"]

@@ -20,76 +20,22 @@ from model.checkpoint import ModelError
 from model.families import marian
 from model.loader import load_model
 from model.tokenizer import IncrementalDetokenizer
-from service.check import Both, our_logits, reference_logits, reference_tokens
+from service.check import Both, our_logits, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
     POSITIONS,
     SIZES,
-    check_generation,
-    check_long_targets,
-    enliven,
+    edit_config,
     largest_difference,
     our_defaults,
     save_and_load,
 )
-from tests.parity.test_t5_tokenizers import charsmap
+from tests.parity.families import LAST, make, reference_model
+from tests.parity.tokenizer_files import charsmap, train_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
-PAD = SIZES["vocab_size"] - 1
-IDS = {"pad_token_id": PAD, "eos_token_id": 0, "decoder_start_token_id": PAD}
-IDS |= {"forced_eos_token_id": 0, "bos_token_id": 0}
-OPUS: dict[str, Any] = {"scale_embedding": True, "activation_function": "swish", **IDS}
-DEEP = {"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4}
-TWO = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61}
-SHAPES: dict[str, dict[str, Any]] = {
-    "opus": OPUS,
-    "deep": OPUS | DEEP,
-    "unscaled-relu": OPUS | {"scale_embedding": False, "activation_function": "relu"},
-    "odd-heads": OPUS | {"d_model": 21, "encoder_attention_heads": 3, "decoder_attention_heads": 1},
-    "two-vocabularies": OPUS | TWO,
-    "two-vocabularies-untied": OPUS | TWO | {"tie_word_embeddings": False},
-    "untied": OPUS | {"tie_word_embeddings": False},
-}
-
-
-def reference_model(name: str = "opus", seed: int = 0, **options: Any) -> Any:
-    config = transformers.MarianConfig(**(SIZES | SHAPES[name] | options))
-    return enliven(transformers.MarianMTModel(config), seed)
-
-
-def make(directory: Path, name: str = "opus", **options: Any) -> Both:
-    return save_and_load(directory, reference_model(name, **options))
-
-
-# --- numbers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_encoder_output_and_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
-    difference = largest_difference(make(tmp_path, name))
-    print(f"marian-{name}: {difference:.1e}")
-    assert difference < ATOL
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_greedy_and_beam_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
-    check_generation(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["deep", "two-vocabularies"])
-def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_path: Path) -> None:
-    check_long_targets(make(tmp_path, name))
-
-
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    exact = make(tmp_path, "deep")
-    rounded = Both(exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
-    pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
-    for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
-        difference = (found - reference_logits(exact, src, tgt)).abs()
-        assert difference.mean() < 0.05
-        assert difference.max() < 0.5  # of logits that spread over about 12
+PAD = LAST
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -106,7 +52,7 @@ def with_positions(both: Both) -> dict[str, torch.Tensor]:
 
 
 def test_positions_in_the_file_are_read(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "opus")
     computed = our_logits(both, [([5, 6], [PAD, 7])])[0]
     tensors = with_positions(both)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -120,7 +66,7 @@ def test_positions_in_the_file_are_read(tmp_path: Path) -> None:
 
 
 def test_published_files_name_every_table(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "opus")
     tensors = with_positions(both)
     (tmp_path / "model.safetensors").unlink()
     table = tensors["model.shared.weight"]
@@ -147,9 +93,8 @@ def test_published_files_name_every_table(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    make(tmp_path, "opus")
+    edit_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):
         load_model(tmp_path, "cpu")
 
@@ -168,7 +113,7 @@ PUBLISHED = {
 
 def eager_to_pad(directory: Path, **defaults: Any) -> Both:
     """A model that would say `<pad>` at every step if it could."""
-    reference = reference_model()
+    reference = reference_model("opus")
     reference.final_logits_bias[0, PAD] += 6.0
     reference.generation_config.update(**(PUBLISHED | defaults))
     return save_and_load(directory, reference)
@@ -233,14 +178,7 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 def train(path: Path, seed: int) -> sentencepiece.SentencePieceProcessor:
     corpus = [s.replace(">>deu<< ", "") for s in sentences(400, seed)]
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(corpus),
-            model_writer=file,
-            vocab_size=90,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
+    path.write_bytes(train_pieces(iter(corpus), vocab_size=90))
     return sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 

@@ -15,7 +15,7 @@ from model.families import pegasus
 from model.multilingual import PieceTokenizer
 from model.tokenizer import IncrementalDetokenizer
 from service.vocabulary import Vocabulary
-from tests.parity.test_t5_tokenizers import charsmap
+from tests.parity.tokenizer_files import charsmap
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 

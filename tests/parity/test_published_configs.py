@@ -15,15 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.loader import load_model
-from tests.parity.checkpoints import (
-    ATOL,
-    SIZES,
-    Both,
-    enliven,
-    largest_difference,
-    our_defaults,
-    reference_tokens,
-)
+from service.check import Both, reference_tokens
+from tests.parity.checkpoints import ATOL, SIZES, enliven, largest_difference, our_defaults
 from tests.parity.test_t5 import reference_model as t5_reference
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
@@ -319,7 +312,7 @@ def write(directory: Path, name: str) -> None:
 def read(directory: Path) -> Both:
     """What both sides make of a directory."""
     reference = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
-    return Both(directory, reference.eval(), load_model(directory, "cpu"))
+    return Both(reference.eval(), load_model(directory, "cpu"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import sentencepiece
 
 from model.families import t5
 from model.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.parity.tokenizer_files import charsmap, train_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -45,56 +44,17 @@ def sentences(count: int, seed: int) -> list[str]:
     return ["".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(count)]
 
 
-def fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """The length-delimited fields of a protocol buffer, by number."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        tag = varint()
-        kind = tag & 7
-        if kind == 0:
-            varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if kind == 2:
-            yield tag >> 3, message[at : at + size]
-        at += size
-
-
-def charsmap(serialized: bytes) -> bytes:
-    """The rules by which a SentencePiece model normalises."""
-    [normalizer] = [value for number, value in fields(serialized) if number == 3]
-    [rules] = [value for number, value in fields(normalizer) if number == 2]
-    return rules
-
-
 @pytest.fixture(scope="module")
 def serialized() -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(s for s in sentences(600, 0) if "extra" not in s and s.strip()),
-        model_writer=model,
+    return train_pieces(
+        (s for s in sentences(600, 0) if "extra" not in s and s.strip()),
         vocab_size=60,
-        hard_vocab_limit=False,
         character_coverage=0.99,
         pad_id=0,
         eos_id=1,
         unk_id=2,
         bos_id=-1,
-        minloglevel=2,
     )
-    return model.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -467,8 +467,8 @@ class TestEvents:
         for hypothesis in found:
             said = list(hypothesis.tokens)
             forced = Forward(row.src, [*row.prefix, *said[:-1]], "all")
-            [logits] = model.stepper(EngineConfig()).forward([forced])
-            expected = logits.log_softmax(-1)[len(row.prefix) - 1 :]
+            [event] = model.stepper(EngineConfig()).forward([forced])
+            expected = event.logits.log_softmax(-1)[len(row.prefix) - 1 :]
             picked = expected[range(len(said)), said]
             logprobs = torch.tensor(hypothesis.logprobs)
             torch.testing.assert_close(logprobs, picked, atol=1e-4, rtol=1e-5)

@@ -94,8 +94,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 def margin(model: LoadedModel, row: Row, alone: Sequence[int], at: int) -> float:
     """By how much the run alone preferred its greedy token over the next best."""
     target = [*row.prefix, *alone[:at]]
-    [logits] = model.stepper(EngineConfig()).forward([Forward(src=row.src, tgt=target)])
-    best, second = logits[-1].topk(2).values.tolist()
+    [event] = model.stepper(EngineConfig()).forward([Forward(src=row.src, tgt=target)])
+    best, second = event.logits[-1].topk(2).values.tolist()
     return float(best - second)
 
 
@@ -265,8 +265,8 @@ class TestReports:
         engine.submit(row)
         events = [event for event in engine.run() if isinstance(event, TokenEvent)]
         target = [*row.prefix, *row.tokens[:-1]]
-        [logits] = model.stepper(EngineConfig()).forward([Forward(row.src, target, "all")])
-        expected = logits.log_softmax(-1)[range(len(row.tokens)), row.tokens]
+        [event] = model.stepper(EngineConfig()).forward([Forward(row.src, target, "all")])
+        expected = event.logits.log_softmax(-1)[range(len(row.tokens)), row.tokens]
         torch.testing.assert_close(
             torch.tensor([event.logprob for event in events]), expected, atol=1e-4, rtol=1e-5
         )
