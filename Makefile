@@ -17,12 +17,12 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format clean
+.PHONY: help setup serve test soak check format clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## Create .venv and install the project with its server and dev extras
+setup: $(STAMP) ## Create .venv and install the project with its extras
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 		echo "seqserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,dev]"
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,hub,check,dev]"
 	@touch $@
 
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
@@ -41,6 +41,9 @@ serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 
 test: check ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 check: setup ## Format, lint and type checks only
 	$(BIN)/ruff format --check .

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.config import ModelSpec
 from model.layers import MultiHeadAttention, padding_mask
+from model.transformer import Transformer
 
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
@@ -29,10 +31,61 @@ class CacheShape:
     device: torch.device
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, network: Transformer) -> CacheShape:
+        """What a network's decoder remembers, of either side."""
+        attention = network.decoder.layers[0].self_attention
+        weight = attention.key.weight
+        return cls(
+            layers=len(network.decoder.layers),
+            heads=attention.heads,
+            head_dim=weight.shape[0] // attention.heads,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of keys and values, of one row."""
+        return self.layers * 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_per_row(self, positions: int) -> int:
+        """What is allocated for a row of so many positions."""
+        return self.bytes_per_position * _round_up(positions, LENGTH_BLOCK)
+
     def zeros(self, rows: int, length: int) -> Tensor:
         """``[layers, 2, rows, heads, length, head_dim]``: keys at 0, values at 1."""
         size = (self.layers, 2, rows, self.heads, length, self.head_dim)
         return torch.zeros(size, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """What one request takes of a device's memory while it is decoded, in bytes.
+
+    Attributes:
+        per_source_token: keys and values of cross-attention, and the encoder's output.
+        per_target_token: keys and values of self-attention, for each row: a beam search has
+            `num_beams`.
+        longest: of a request of one row, with the longest source and target that the model takes;
+            lengths are rounded up as the cache does.
+    """
+
+    per_source_token: int
+    per_target_token: int
+    longest: int
+
+    @classmethod
+    def of(cls, network: Transformer, spec: ModelSpec) -> RequestMemory:
+        shape = CacheShape.of(network)
+        table = network.encoder.embedding.tokens.weight
+        memory = table.shape[1] * table.dtype.itemsize  # the encoder's output
+        rows = shape.bytes_per_row(spec.max_src) + shape.bytes_per_row(spec.max_tgt)
+        return cls(
+            per_source_token=shape.bytes_per_position + memory,
+            per_target_token=shape.bytes_per_position,
+            longest=rows + spec.max_src * memory,
+        )
 
 
 class Pool:
@@ -72,7 +125,8 @@ class Pool:
         """Keep these rows, in this order; only those that change place are copied."""
         if not rows:
             self.tensor = self.shape.zeros(0, 0)  # an idle service holds no cache
-        in_use = self.tensor[:, :, : self.rows, :, : self.longest]
+        # One more position than counted: a step that failed may have begun to write it.
+        in_use = self.tensor[:, :, : self.rows, :, : self.longest + 1]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
             to, origin = ([move[side] for move in moves] for side in (0, 1))
@@ -80,6 +134,10 @@ class Pool:
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
         in_use[:, :, len(rows) :].zero_()
         self.lengths = [self.lengths[row] for row in rows]
+
+    def wipe(self) -> None:
+        """Leave nothing behind the live rows: a join that failed may have written there."""
+        self.tensor[:, :, self.rows :].zero_()
 
 
 # --- the target side ---------------------------------------------------------------------------
@@ -102,26 +160,28 @@ class TargetCache:
         """Count the new rows in, each with its own number of positions."""
         self.pool.lengths.extend(lengths)
 
-    def next_position(self) -> tuple[list[StepKeysValues], Tensor, Tensor]:
-        """Prepare a step that adds one position to each row.
+    def next_position(self, part: slice) -> tuple[list[StepKeysValues], Tensor, Tensor]:
+        """Prepare a step that adds one position to each row of a part.
 
         Returns:
             one place to write per layer; the mask ``[rows, 1, 1, longest + 1]``; the positions
             ``[rows, 1]``.
         """
         pool = self.pool
-        length = pool.longest + 1
+        lengths = pool.lengths[part]
+        length = max(lengths) + 1
         pool.reserve(pool.rows, length)
-        positions = torch.tensor(pool.lengths, device=pool.shape.device)
+        positions = torch.tensor(lengths, device=pool.shape.device)
         mask = padding_mask(positions + 1, length)
-        rows = torch.arange(pool.rows, device=pool.shape.device)
-        live = pool.tensor[:, :, : pool.rows, :, :length]
+        rows = torch.arange(len(lengths), device=pool.shape.device)
+        live = pool.tensor[:, :, part, :, :length]
         layers = [StepKeysValues(keys, values, rows, positions) for keys, values in live]
         return layers, mask, positions[:, None]
 
-    def advance(self) -> None:
-        """The step is done: each row has one position more."""
-        self.pool.lengths = [length + 1 for length in self.pool.lengths]
+    def advance(self, part: slice) -> None:
+        """The step is done: each row of the part has one position more."""
+        lengths = self.pool.lengths
+        lengths[part] = [length + 1 for length in lengths[part]]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.pool.keep(rows)
@@ -204,17 +264,14 @@ class SourceCache:
         self.pool.keep(kept)
         self._mask = None
 
-    def layers(self, first_row: int = 0) -> list[SlotKeysValues]:
-        """What each decoder layer attends to, for the rows from `first_row` on.
-
-        Those rows' slots must be the last ones, as they are for rows that just joined.
-        """
-        rows = self.slots[first_row:]
-        first_slot = min(rows)
+    def layers(self, part: slice) -> list[SlotKeysValues]:
+        """What each decoder layer attends to, for a part of the rows."""
+        rows = self.slots[part]
+        first_slot, end = min(rows), max(rows) + 1
         longest = max(1, self.pool.longest)  # an empty source keeps one column that nobody may see
         sharing = Sharing.of([slot - first_slot for slot in rows], self.pool.shape.device)
-        mask = self._padding()[first_slot:]
-        live = self.pool.tensor[:, :, first_slot : self.pool.rows, :, :longest]
+        mask = self._padding()[first_slot:end]
+        live = self.pool.tensor[:, :, first_slot:end, :, :longest]
         return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
 
     def _padding(self) -> Tensor:
@@ -329,6 +386,11 @@ class EncoderCache:
         while self.bytes > self.max_bytes:
             _, dropped = self._memories.popitem(last=False)
             self.bytes -= dropped.nbytes
+
+    def clear(self) -> None:
+        """Hold nothing: memory is short."""
+        self._memories.clear()
+        self.bytes = 0
 
 
 def _round_up(n: int, block: int) -> int:

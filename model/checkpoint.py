@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ class Checkpoint:
     Attributes:
         path: the file, or the index of several.
         shapes: every tensor's shape, known without reading any.
-        read: the tensor of a name.
+        read: the tensor of a name. Of a mapped file it is the file's own pages: no memory is taken
+            for it until somebody writes to it.
     """
 
     path: Path
@@ -56,6 +57,20 @@ class Checkpoint:
         raise ModelError(
             f"{directory}: expected {', '.join(NAMES)} or exactly one .pt file, found {found}"
         )
+
+    def under(self, prefix: str) -> Checkpoint:
+        """The same tensors, named as in a whole model.
+
+        Files of a bare model (`BartModel`) lack what stands before all names but the head's.
+
+        Args:
+            prefix: a family's; empty where it has none.
+        """
+        bare = any(name.startswith("encoder.") for name in self.shapes)
+        if not prefix or not bare or any(name.startswith(prefix) for name in self.shapes):
+            return self
+        shapes = {prefix + name: shape for name, shape in self.shapes.items()}
+        return replace(self, shapes=shapes, read=lambda name: self.read(name.removeprefix(prefix)))
 
 
 def _open_safetensors(path: Path) -> Checkpoint:
@@ -85,6 +100,10 @@ def _open_pickle(path: Path) -> Checkpoint:
     except Exception as error:  # a damaged file makes torch and pickle raise almost anything
         raise ModelError(f"{path}: not a readable file of torch.save: {error!r}") from error
     tensors = _without_prefix(_unwrap(path, loaded))
+    size = path.stat().st_size
+    for name, tensor in tensors.items():  # a view may repeat one number as often as it likes
+        if tensor.numel() * tensor.element_size() > size:
+            raise ModelError(f"{path}: {name} {list(tensor.shape)} is larger than its file")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Checkpoint(path, shapes, tensors.__getitem__)
 
@@ -94,7 +113,7 @@ def _open_shards(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkp
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         files: dict[str, str] = dict(index["weight_map"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: not an index with a weight_map: {error!r}") from error
     shards = {name: open_shard(_inside(path, name)) for name in sorted(set(files.values()))}
     complaints = [
@@ -107,13 +126,13 @@ def _open_shards(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkp
         complaints += [f"{name} is in {file} as well" for name in shard.shapes if name in homes]
         homes |= dict.fromkeys(shard.shapes, shard)
     if complaints:
-        raise ModelError(f"{path}: " + "; ".join(complaints))
+        raise ModelError(f"{path}: {_listed(complaints)}")
     shapes = {name: shard.shapes[name] for name, shard in homes.items()}
     return Checkpoint(path, shapes, lambda name: homes[name].read(name))
 
 
 def _inside(index: Path, name: object) -> Path:
-    """A shard's path. Only its name is judged: hub caches link files to where they keep them."""
+    """A shard's path. Only its name is judged here; see `model.files` for links."""
     if not isinstance(name, str) or not name:
         raise ModelError(f"{index}: weight_map must name files, got {name!r}")
     parts = PurePosixPath(name)
@@ -153,6 +172,16 @@ def _without_prefix(named: dict[str, Item]) -> dict[str, Item]:
     return {name.removeprefix(prefix): item for name, item in named.items()}
 
 
+COMPLAINTS = 100
+"""That a message holds; a file of another model would have thousands."""
+
+
+def _listed(complaints: Sequence[str]) -> str:
+    more = len(complaints) - COMPLAINTS
+    rest = [f"and {more} more"] if more > 0 else []
+    return "; ".join([*complaints[:COMPLAINTS], *rest])
+
+
 def fill(
     network: nn.Module,
     checkpoint: Checkpoint,
@@ -164,6 +193,9 @@ def fill(
     wide: Collection[str] = (),
 ) -> None:
     """Give every parameter its tensor; nothing missing, nothing left over.
+
+    One tensor at a time, so that no more than one exists twice; none is copied that has its dtype
+    and device already.
 
     Args:
         network: its parameters may lie on the meta device.
@@ -184,7 +216,7 @@ def fill(
     ]
     complaints = complaints or list(_different(checkpoint, copies or {}))
     if complaints:
-        raise ModelError(f"{checkpoint.path}: " + "; ".join(complaints))
+        raise ModelError(f"{checkpoint.path}: {_listed(complaints)}")
     aliases = _aliases(network)
     for parameter_name, tensor_name in names.items():
         kept = torch.float32 if dtype == torch.float16 and parameter_name in wide else dtype

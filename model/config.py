@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -47,6 +48,31 @@ class GenerationDefaults:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a model's files ask for where a request names one of its tasks.
+
+    Attributes:
+        prefix: stands before a source text.
+        max_new_tokens: as `ModelSpec.default_max_new_tokens`; None leaves that.
+        defaults: before the model's own.
+        fault: why it cannot be used; empty where it can.
+    """
+
+    prefix: str = ""
+    max_new_tokens: int | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    fault: str = ""
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What it says, under the names of a request's parameters, and `prefix`."""
+        own = {"prefix": self.prefix or None, "max_new_tokens": self.max_new_tokens}
+        return {name: value for name, value in own.items() if value is not None} | (
+            self.defaults.stated
+        )
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What everything outside the tensors has to know of a model.
 
@@ -63,6 +89,7 @@ class ModelSpec:
         default_max_new_tokens: where a request names none.
         source_is_target: one growing sequence feeds encoder and decoder (the tutorial's model).
         defaults: of all else that a request may leave open.
+        tasks: that a request may name.
     """
 
     family: str
@@ -77,6 +104,16 @@ class ModelSpec:
     default_max_new_tokens: int
     source_is_target: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+
+    def under(self, task: Task) -> ModelSpec:
+        """The same model as it is in one of its tasks."""
+        length = task.max_new_tokens or self.default_max_new_tokens
+        return replace(
+            self,
+            default_max_new_tokens=min(length, self.max_tgt),
+            defaults=replace(self.defaults, **task.defaults.stated),
+        )
 
     def room(self, src_tokens: int, prefix_tokens: int) -> int:
         """Tokens that can be generated behind a prefix (decoder start included).

@@ -8,8 +8,10 @@ Models", OSDI 2022): sequences join and leave between steps instead of waiting f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,6 +21,14 @@ from model.beam import BeamSearch, Told
 from model.cache import EncoderCache
 from model.config import EngineConfig
 from model.decoding import History, ProcessorBatch, finish_reason
+from model.faults import (
+    GenerationError,
+    for_caller,
+    is_fatal,
+    is_out_of_memory,
+    isolated,
+    release_memory,
+)
 from model.loader import LoadedModel
 from model.sampler import pick
 from model.scheduler import Scheduler
@@ -33,12 +43,27 @@ from model.sequence import (
     Sequence,
     TokenEvent,
 )
+from model.timing import Phase, Stopwatch
 
 ALL_BANNED = "the decoding parameters ban every token"
 
 
-class GenerationError(RuntimeError):
-    """One sequence or pass could not be computed."""
+@dataclass(frozen=True)
+class Padding:
+    """How much of a padded batch is real.
+
+    Attributes:
+        live: tokens of the rows.
+        places: rows times the longest.
+    """
+
+    live: int = 0
+    places: int = 0
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> Padding:
+        """Of rows that are padded to the longest."""
+        return cls(sum(lengths), len(lengths) * max(lengths)) if lengths else cls()
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,11 @@ class StepTrace:
         joined: those among them that came in with this step.
         left: those that ended with it.
         forwards: teacher-forced passes run.
+        sources: tokens of the sources that joined, as if each were encoded.
+        targets: decoder positions of the rows, which the cache holds.
+        seconds: from its beginning to its end.
+        phases: seconds of each phase that it had.
+        put_back: sequences that wait again because memory ran out.
     """
 
     step: int
@@ -58,6 +88,11 @@ class StepTrace:
     joined: tuple[Sequence, ...]
     left: tuple[Sequence, ...]
     forwards: int
+    sources: Padding = Padding()
+    targets: Padding = Padding()
+    seconds: float = 0.0
+    phases: Mapping[Phase, float] = field(default_factory=dict)
+    put_back: tuple[Sequence, ...] = ()
 
 
 class Engine:
@@ -82,8 +117,11 @@ class Engine:
         self.scheduler = Scheduler(config)
         self._processors: ProcessorBatch | None = None
         self._searches: dict[Sequence, BeamSearch] = {}
+        self._paused: dict[Sequence, BeamSearch] = {}  # of sequences that were put back
+        self._put_back: list[Sequence] = []  # in this step
         self._on_step = on_step
         self._steps = 0
+        self._watch = Stopwatch(model.device)
 
     @property
     def has_work(self) -> bool:
@@ -116,21 +154,39 @@ class Engine:
     def cancel(self, work: Sequence | Forward) -> None:
         """Forget work at once, without an event; unknown or ended work is no error."""
         self.scheduler.cancel(work)
+        if isinstance(work, Forward):
+            return
+        self._paused.pop(work, None)
         if work in self._searches or work in self.scheduler.rows:
-            assert isinstance(work, Sequence)
             self._remove([work])
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit what fits, run one chunk of passes, then one decoder position for all live rows."""
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
         events: list[Event] = []
+        self._watch.start()
+        self._put_back = []
         joined = self._join(plan.joining, events)
         if plan.forwards:
             events.extend(self._run_forwards(plan.forwards))
+            self._watch.lap("forward")
         rows = tuple(self.scheduler.rows)
+        targets = Padding.of([len(row.prefix) + len(row.tokens) for row in rows])
         left = self._decode(rows, events) if rows else ()
-        trace = StepTrace(self._steps, rows, joined, left, len(plan.forwards))
+        trace = StepTrace(
+            self._steps,
+            rows,
+            joined,
+            left,
+            len(plan.forwards),
+            sources=Padding.of([len(sequence.src) for sequence in joined]),
+            targets=targets,
+            seconds=time.perf_counter() - began,
+            phases=self._watch.seconds(),
+            put_back=tuple(self._put_back),
+        )
         self._steps += 1
         if self._on_step:
             self._on_step(trace)
@@ -144,34 +200,109 @@ class Engine:
     # --- sequences -----------------------------------------------------------------------------
 
     def _join(self, joining: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
+        """Take sequences in; those that did."""
         if not joining:
             return ()
+        joined: list[Sequence] = []
+        waiting: list[Sequence] = []
+        for part, failure in isolated(self._take_in, joining):
+            if failure is None:
+                joined.extend(part)
+            elif is_out_of_memory(failure) and self.scheduler.rows:
+                waiting.extend(part)  # beside fewer rows it may fit
+            else:
+                [sequence] = part
+                self._paused.pop(sequence, None)
+                events.append(FailureEvent(sequence, for_caller(failure)))
+        if waiting:
+            self._wait_again(waiting, row_limit=len(self.scheduler.rows))
+        return tuple(joined)
+
+    def _take_in(self, joining: Sequence_[Sequence]) -> None:
+        """Turn sequences into live rows, all or none."""
+        searches: dict[Sequence, BeamSearch] = {}
         rows: list[Sequence] = []
         for sequence in joining:
             if sequence.decoding.num_beams > 1:
-                search = BeamSearch(sequence, self._finish_reason)
-                self._searches[sequence] = search
-                rows.extend(search.rows)
+                paused = self._paused.get(sequence)
+                searches[sequence] = paused or BeamSearch(sequence, self._finish_reason)
+                rows.extend(searches[sequence].rows)
             else:
                 rows.append(sequence)
+        self.stepper.join(rows)
         self.scheduler.rows.extend(rows)
+        self._searches.update(searches)
         self._processors = None
-        try:
-            self.stepper.join(rows)
-        except Exception as error:  # noqa: BLE001  whatever it was, the rows that live go on
-            self._fail(joining, error, events)
-            return ()
-        return joining
+        self._watch.lap("encode")
+        for sequence in searches:
+            self._paused.pop(sequence, None)
 
     def _decode(self, rows: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
         """One position for all rows; the sequences that ended with it."""
         try:
-            logits = self.stepper.step(rows).float()  # [rows, vocab]
-            step = Step(rows, logits, self._scores(rows, logits))
-        except Exception as error:  # noqa: BLE001  those who wait must still be served
-            everyone = self._sequences(rows)
-            self._fail(everyone, error, events)
-            return everyone
+            step = self._run(rows)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            failure = error
+        else:
+            return self._carry_on(rows, step, events)
+        everyone = self._sequences(rows)
+        if is_out_of_memory(failure) and len(everyone) > 1:
+            failure.with_traceback(None)  # which keeps the attempt's tensors alive
+            self._start_again(everyone)
+            return ()
+        self._fail(everyone, for_caller(failure), events)
+        return everyone
+
+    def _run(self, rows: tuple[Sequence, ...]) -> Step:
+        """What the model says of all rows; those it cannot run are told by the step's faults.
+
+        Raises:
+            Exception: no row is to blame; memory ran out.
+        """
+
+        def logits_of(places: Sequence_[int]) -> Tensor:
+            part = rows[places[0] : places[-1] + 1]
+            return self.stepper.step(part, places[0]).float()
+
+        def scores_of(places: Sequence_[int]) -> Tensor:
+            part = slice(places[0], places[-1] + 1)
+            return self._scores(rows[part], logits[part])
+
+        faults: dict[int, Exception] = {}
+        logits = self._apart(logits_of, len(rows), faults)
+        self._watch.lap("decode")
+        scores = self._apart(scores_of, len(rows), faults)
+        step = Step(rows, logits, scores, faults)
+        self._watch.lap("sample")
+        return step
+
+    def _apart(
+        self,
+        run: Callable[[Sequence_[int]], Tensor],
+        rows: int,
+        faults: dict[int, Exception],
+    ) -> Tensor:
+        """``[rows, vocab]`` of what `run` gives for places; NaN, and an entry, where it fails."""
+
+        def is_nobodys(error: Exception) -> bool:
+            return is_fatal(error) or is_out_of_memory(error)
+
+        found: list[Tensor] = []
+        for part, result in isolated(run, range(rows), is_nobodys):
+            if isinstance(result, Exception):
+                faults[part[0]] = result
+                nothing = torch.full((1, self.spec.tgt_vocab_size), torch.nan, device=self.device)
+                found.append(nothing)
+            else:
+                found.append(result)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _carry_on(
+        self, rows: tuple[Sequence, ...], step: Step, events: list[Event]
+    ) -> tuple[Sequence, ...]:
+        """Give all rows their tokens; the sequences that ended with it."""
         ended: dict[Sequence, set[int]] = {}  # sequence -> its rows
         for i, row in enumerate(rows):
             if row.decoding.num_beams > 1:
@@ -187,21 +318,26 @@ class Engine:
                 continue
             for place, parent, row in zip(at, step.parents, search.rows, strict=True):
                 order[place], grown[place] = at[parent], row
-        self._settle(order, grown, set().union(*ended.values()))
         for sequence in ended:
             self._searches.pop(sequence, None)
+        self._settle(order, grown, set().union(*ended.values()))
         return tuple(ended)
 
     def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
-        """What tokens are picked from ``[rows, vocab]``."""
-        if self._processors is None:
-            decodings = [row.decoding for row in rows]
-            self._processors = ProcessorBatch(decodings, self.spec, self.device)
+        """What tokens are picked from ``[rows, vocab]``, for all live rows or a part of them."""
         if self._searches:  # hypotheses are compared by their probabilities
             searched = torch.tensor([row.decoding.num_beams > 1 for row in rows])
             searched = searched.to(self.device)[:, None]
             logits = torch.where(searched, logits.log_softmax(dim=-1), logits)
-        return self._processors(logits, History(rows, self.spec, self.device))
+        return self._processors_of(rows)(logits, History(rows, self.spec, self.device))
+
+    def _processors_of(self, rows: tuple[Sequence, ...]) -> ProcessorBatch:
+        if len(rows) < len(self.scheduler.rows):
+            return ProcessorBatch([row.decoding for row in rows], self.spec, self.device)
+        if self._processors is None:
+            decodings = [row.decoding for row in rows]
+            self._processors = ProcessorBatch(decodings, self.spec, self.device)
+        return self._processors
 
     def _commit(self, row: Sequence, i: int, step: Step, events: list[Event]) -> bool:
         """Give a row its token; True if it ends with it."""
@@ -275,11 +411,41 @@ class Engine:
             holes: rows that have ended.
         """
         kept = fill_holes(len(rows), holes)
-        if holes or order != kept:
-            self.stepper.keep([order[i] for i in kept])
+        self.scheduler.rows = [rows[i] for i in kept]
         if holes:
             self._processors = None
-        self.scheduler.rows = [rows[i] for i in kept]
+            self.scheduler.left(len(holes))
+        if not holes and order == kept:
+            return
+        try:
+            self.stepper.keep([order[i] for i in kept])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._start_again(self._sequences(tuple(self.scheduler.rows)))
+
+    def _start_again(self, everyone: tuple[Sequence, ...]) -> None:
+        """Memory ran out: return it all, and go on with half the rows from the tokens so far.
+
+        Nobody sees it in an answer: what was generated is replayed as a prefix, and random
+        numbers depend on the step alone.
+        """
+        half = len(self.scheduler.rows) // 2
+        self.scheduler.rows = []
+        self._processors = None
+        self._paused |= self._searches
+        self._searches = {}
+        self.stepper.keep([])
+        if self.encoder_cache is not None:
+            self.encoder_cache.clear()
+        # The youngest, which have the least to replay, wait longest.
+        eldest_first = sorted(everyone, key=lambda sequence: -len(sequence.tokens))
+        self._wait_again(eldest_first, row_limit=half)
+
+    def _wait_again(self, sequences: list[Sequence], row_limit: int) -> None:
+        self.scheduler.put_back(sequences, row_limit)
+        self._put_back.extend(sequences)
+        release_memory(self.device)
 
     # --- teacher-forced passes -----------------------------------------------------------------
 
@@ -288,21 +454,17 @@ class Engine:
         scoring = [forward for forward in forwards if not forward.attention]
         events: list[Event] = []
         for run, group in ((self._attention, looking), (self._logits, scoring)):
-            try:
-                events.extend(run(group))
-            except Exception as error:  # noqa: BLE001  decoding goes on beside a pass that failed
-                events.extend(FailureEvent(forward, error) for forward in group)
+            for part, answers in isolated(run, group) if group else ():
+                if isinstance(answers, Exception):
+                    events.extend(FailureEvent(forward, for_caller(answers)) for forward in part)
+                else:
+                    events.extend(answers)
         return events
 
-    def _logits(self, forwards: list[Forward]) -> list[Event]:
-        if not forwards:
-            return []
-        logits = self.stepper.forward(forwards)
-        return [_answer(f, row.float()) for f, row in zip(forwards, logits, strict=True)]
+    def _logits(self, forwards: Sequence_[Forward]) -> list[Event]:
+        return [*self.stepper.forward(forwards)]
 
-    def _attention(self, forwards: list[Forward]) -> list[Event]:
-        if not forwards:
-            return []
+    def _attention(self, forwards: Sequence_[Forward]) -> list[Event]:
         maps = self.stepper.attention(forwards)
         nothing = torch.empty(0)
         return [
@@ -318,19 +480,6 @@ def _ends(sequence: Sequence, events: list[Event], carry_on: Callable[[], bool])
     except Exception as error:  # noqa: BLE001  whatever its stop check raised, others go on
         events.append(FailureEvent(sequence, error))
         return True
-
-
-def _answer(forward: Forward, logits: Tensor) -> ForwardEvent:
-    """What a pass reports of its ``[positions, vocab]`` logits, on the CPU."""
-    if forward.labels is not None:
-        ids = torch.tensor(forward.labels, device=logits.device)[:, None]
-        values = logits.gather(1, ids)
-    elif forward.top_k is not None:
-        values, ids = logits.topk(min(forward.top_k, logits.shape[-1]), dim=-1)
-    else:
-        return ForwardEvent(forward, logits.cpu())
-    logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
-    return ForwardEvent(forward, values.cpu(), ids.cpu(), logprobs.cpu())
 
 
 def _token_event(
@@ -358,14 +507,22 @@ class Step:
         rows: those decoded.
         logits: ``[rows, vocab]``, raw, float32.
         scores: ``[rows, vocab]`` to pick from.
+        faults: rows that could not be run, and why.
 
     Attributes:
         tokens: each row's pick.
         parents: of the search that was advanced last, for each of its rows.
     """
 
-    def __init__(self, rows: tuple[Sequence, ...], logits: Tensor, scores: Tensor) -> None:
+    def __init__(
+        self,
+        rows: tuple[Sequence, ...],
+        logits: Tensor,
+        scores: Tensor,
+        faults: dict[int, Exception],
+    ) -> None:
         self.scores = scores
+        self._faults = faults
         self.parents: list[int] = []
         picked = pick(scores, rows)
         self.tokens: list[int] = picked.tolist()
@@ -382,12 +539,14 @@ class Step:
             values, ids = self._logprobs.topk(widest, dim=-1)
             self._top = list(zip(ids.tolist(), values.tolist(), strict=True))
 
-    def fault(self, row: int, any_token: bool = False) -> GenerationError | None:
+    def fault(self, row: int, any_token: bool = False) -> Exception | None:
         """Why a row cannot go on.
 
         Args:
             any_token: whether the row may find no token allowed.
         """
+        if row in self._faults:
+            return self._faults[row]
         if not self._finite[row]:
             return GenerationError("the model's logits are not finite")
         if not self._allowed[row] and not any_token:

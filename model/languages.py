@@ -25,6 +25,8 @@ class Languages:
             decoder start, or is the decoder start, or is not told to the decoder at all.
         default_src, default_tgt: where a request names none; None where it has to.
         aliases: other names of codes.
+        written: how a text may name its target by itself, at its beginning (Marian's `>>fra<<`).
+            Then requests need not name one, and the sources' language is none of theirs.
     """
 
     ids: Mapping[str, int]
@@ -35,6 +37,7 @@ class Languages:
     default_src: str | None = None
     default_tgt: str | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    written: re.Pattern[str] | None = None
 
     def find(self, name: str) -> int | None:
         """The id of a language's token; None where there is no such language."""
@@ -44,8 +47,10 @@ class Languages:
         """The language that a token names, if it names one."""
         return next((code for code, its in self.ids.items() if its == id), None)
 
-    def around(self, id: int) -> tuple[list[int], list[int]]:
-        """What belongs before a source text and behind it."""
+    def around(self, id: int | None) -> tuple[list[int], list[int]]:
+        """What belongs before a source text and behind it; None where no token does."""
+        if id is None:
+            return [], [self.eos_id]
         return ([id], [self.eos_id]) if self.before else ([], [self.eos_id, id])
 
     def known_to(self, spec: ModelSpec) -> Languages:

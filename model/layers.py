@@ -36,6 +36,10 @@ Activation = Callable[[Tensor], Tensor]
 # --- positions ---------------------------------------------------------------------------------
 
 
+LARGEST_TABLE = 2**28
+"""Numbers in a table of position encodings, which no file's size bounds."""
+
+
 def sinusoidal_table(length: int, dim: int, base: float = 10000.0) -> Tensor:
     """Position encodings of section 3.5 of the paper.
 
@@ -44,6 +48,8 @@ def sinusoidal_table(length: int, dim: int, base: float = 10000.0) -> Tensor:
     Returns:
         ``[length, dim]``, float32. An odd ``dim`` ends on a sine.
     """
+    if length * dim > LARGEST_TABLE:
+        raise ValueError(f"{length} positions of {dim} numbers would take more memory than allowed")
     with torch.device("cpu"):  # real numbers also where a model is only sketched on "meta"
         position = torch.arange(length, dtype=torch.float64)[:, None]  # [length, 1]
         even = torch.arange(0, dim, 2, dtype=torch.float64)

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from model import families
 from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
+from model.files import check_files, check_sizes
 from model.languages import Languages
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
@@ -47,9 +48,15 @@ class Blueprint:
 
 
 class Family(Protocol):
-    """What a module in `model/families/` offers."""
+    """What a module in `model/families/` offers.
+
+    Attributes:
+        MODEL_TYPES: values of `model_type` in `config.json`.
+        PREFIX: what the names of all tensors but the head's begin with; "" where nothing is.
+    """
 
     MODEL_TYPES: tuple[str, ...]
+    PREFIX: str
 
     def blueprint(
         self,
@@ -112,13 +119,15 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         ModelError: the directory cannot be served; the message says why.
     """
     config = read_config(directory)
+    check_files(directory)
     family = find_family(directory, config)
     target_device = choose_device(device)
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     generation = read_generation_config(directory)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = Checkpoint.open(directory).under(family.PREFIX)
     try:
+        check_sizes(config, len(checkpoint.shapes))
         plan = family.blueprint(config, checkpoint.shapes, generation)
     except ValueError as error:  # a ModelError, or what a layer says of its sizes
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
@@ -184,12 +193,18 @@ def read_object(path: Path) -> dict[str, Any]:
         ModelError: there is none.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except ValueError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: not JSON: nested too deeply") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: expected an object, got {type(config).__name__}")
     return config
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
 
 
 def find_family(directory: Path, config: Mapping[str, Any]) -> Family:
@@ -232,7 +247,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def _check_vocabulary(directory: Path, side: str, tokenizer: Tokenizer | None, size: int) -> None:
-    if tokenizer is not None and tokenizer.vocab_size > size:
+    """Whether the model has every token that can occur in a text.
+
+    Published tokenizers may know more special tokens than their model: those of BART's fine-tuned
+    models have a `<mask>`, which the networks lost.
+    """
+    if tokenizer is None:
+        return
+    beyond = range(size, tokenizer.vocab_size)
+    languages = set(tokenizer.languages.ids.values() if tokenizer.languages else ())
+    if any(id in languages or tokenizer.decode([id]) for id in beyond):
         raise ModelError(
             f"{directory}: the {side} tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
         )

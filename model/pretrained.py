@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from model.checkpoint import ModelError
-from model.config import GenerationDefaults, ModelSpec
+from model.config import GenerationDefaults, ModelSpec, Task
 from model.layers import (
     Activation,
     BiasedOutput,
@@ -55,7 +55,10 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "_name_or_path",
         "_from_model_config",
         "architectures",
+        "author",
+        "kobart_version",
         "model_type",
+        "transformers.js_config",
         "transformers_version",
     ),
     "concerns training only": (
@@ -66,7 +69,11 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "encoder_layerdrop",
         "gradient_checkpointing",
         "init_std",
+        "initializer_range",
+        "replacing_rate",
         "save_step",
+        "student_decoder_layers",
+        "student_encoder_layers",
     ),
     "concerns a classifier on top": (
         "_num_labels",
@@ -80,12 +87,15 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     ),
     "says how the reference computes and what it returns; numbers are the same": (
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "attn_implementation",
         "cache_config",
         "cache_implementation",
         "chunk_size_feed_forward",
         "compile_config",
+        "continuous_batching_config",
         "disable_compile",
+        "max_cache_len",
         "output_attentions",
         "output_hidden_states",
         "output_logits",
@@ -97,6 +107,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "torchscript",
         "use_bfloat16",
         "use_cache",
+        "xla_device",
     ),
     "the server is told the dtype": ("dtype", "torch_dtype"),
     "tensors say it too, and are checked": ("num_hidden_layers", "add_bias_logits"),
@@ -104,8 +115,13 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "extra_pos_embeddings",
     ),
     "a pipeline's, not the model's: a caller puts it in front of the text": ("prefix",),
-    "for callers who name a task": ("task_specific_params",),
-    "the tokenizer files say it": ("tokenizer_class", "sep_token_id"),
+    "the tokenizer files say it": (
+        "cls_token_id",
+        "mask_token_id",
+        "sep_token_id",
+        "tokenizer_class",
+        "unk_token_id",
+    ),
     "only of decoders without an encoder": ("add_cross_attention", "cross_attention_hidden_size"),
     "the request says how many answers it wants": ("num_return_sequences",),
     "a row whose logits are not finite ends with an error": ("remove_invalid_values",),
@@ -132,6 +148,7 @@ NO_OPS: Mapping[str, Any] = {
     "begin_suppress_tokens": None,
     "constraints": None,
     "diversity_penalty": 0.0,
+    "do_blenderbot_90_layernorm": False,
     "dola_layers": None,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
@@ -358,6 +375,7 @@ def read_spec(
     ids = _ids(options, size)
     forced_bos = options.flag("force_bos_token_to_be_generated")
     defaults, new_tokens = read_defaults(options, size)
+    tasks = read_tasks(options, size)
     options.finish()
     bos = tokens.bos if ids["bos"] is None else ids["bos"]
     if forced_bos and defaults.forced_bos_token_id is None:  # as that key was called before 2021
@@ -388,7 +406,41 @@ def read_spec(
         max_tgt=max_length,
         default_max_new_tokens=min(256 if new_tokens is None else new_tokens, max_length),
         defaults=defaults,
+        tasks=tasks,
     )
+
+
+def read_tasks(options: Options, vocab_size: int) -> dict[str, Task]:
+    """Take `task_specific_params`.
+
+    Files are full of tasks that nobody asks for, so that one which cannot be served is no reason to
+    refuse the model: it says so when it is named.
+
+    Raises:
+        ModelError: they are no objects by name.
+    """
+    given = options.take("task_specific_params", {})
+    if not isinstance(given, dict):
+        raise ModelError(
+            f"{options.prefix}task_specific_params must hold tasks by name, got {given!r}"
+        )
+    return {name: _task(name, stated, vocab_size) for name, stated in given.items()}
+
+
+def _task(name: str, stated: Any, vocab_size: int) -> Task:
+    if not isinstance(stated, dict):
+        return Task(fault=f"task_specific_params.{name} must be an object, got {stated!r}")
+    own = Options(stated, f"task_specific_params.{name}")
+    own.ignore(["max_position_embeddings"])  # Pegasus': of the model that was trained for the task
+    prefix = own.take("prefix", "")
+    if not isinstance(prefix, str):
+        return Task(fault=f"{own.prefix}prefix must be a text, got {prefix!r}")
+    try:
+        defaults, new_tokens = read_defaults(own, vocab_size)
+        own.finish()
+    except ModelError as error:
+        return Task(fault=str(error))
+    return Task(prefix, new_tokens, defaults)
 
 
 def with_generation(spec: ModelSpec, generation: Mapping[str, Any] | None) -> ModelSpec:
@@ -537,6 +589,18 @@ class Tables:
         target = output if tied else TARGET_TABLE
         copies = {name: target for name in (TARGET_TABLE, OUTPUT) if tied and name != target}
         return cls(SOURCE_TABLE, target, output, copies)
+
+
+def ignored_tensors(
+    shapes: Shapes, tables: Tables, table_shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Tensors that may be in the file and are not needed, with their shapes."""
+    versions = [name for name in shapes if name in VERSIONS]
+    return dict.fromkeys(tables.unused, table_shape) | {name: shapes[name] for name in versions}
+
+
+VERSIONS = ("model.encoder.version", "model.decoder.version")
+"""Fairseq's own version of a stack; files converted long ago still hold it."""
 
 
 def _first(shapes: Shapes, *names: str) -> str:

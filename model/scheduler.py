@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from model.config import EngineConfig
 from model.sequence import Forward, Sequence
 
-Work = TypeVar("Work")
+Work = TypeVar("Work", bound=Sequence | Forward)
 
 
 @dataclass(frozen=True)
@@ -22,21 +23,83 @@ class Plan:
     forwards: tuple[Forward, ...]
 
 
+class TurnQueue(Generic[Work]):
+    """Works that wait, each request's in a line of its own; the lines take turns.
+
+    Its order is that of rounds: the first of every line, then the second of every line, and so
+    on. The line whose turn it was goes to the back, so that a request waits for as many others
+    as there are, however much each of them asks for.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[int, deque[Work]] = OrderedDict()  # request -> oldest first
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Work]:
+        lines = [iter(line) for line in self._lines.values()]
+        while lines:
+            going_on = []
+            for line in lines:
+                for work in islice(line, 1):
+                    yield work
+                    going_on.append(line)
+            lines = going_on
+
+    @property
+    def first(self) -> Work:
+        """Whose turn it is: the oldest of its line."""
+        return next(iter(self._lines.values()))[0]
+
+    def append(self, work: Work) -> None:
+        self._lines.setdefault(work.request, deque()).append(work)
+        self._length += 1
+
+    def put_back(self, works: Sequence_[Work]) -> None:
+        """In front of everything, in this order."""
+        for work in reversed(works):
+            self._lines.setdefault(work.request, deque()).appendleft(work)
+            self._lines.move_to_end(work.request, last=False)
+        self._length += len(works)
+
+    def remove(self, work: Work) -> None:
+        """Forget a work; an unknown one is no error."""
+        line = self._lines.get(work.request)
+        if line is None or work not in line:
+            return
+        line.remove(work)
+        self._length -= 1
+        if not line:
+            del self._lines[work.request]
+
+    def take(self, chunk: Sequence_[Work]) -> None:
+        """Remove works; the turn passes from the first one's line to the next."""
+        for work in chunk:
+            self.remove(work)
+        if chunk and chunk[0].request in self._lines:
+            self._lines.move_to_end(chunk[0].request)
+
+
 class Scheduler:
     """Two queues, for sequences and for teacher-forced passes, and the live rows.
 
-    The oldest in a queue is always taken first, so that nobody starves; its companions are those
-    of like length from the window behind it, so that little is padded.
+    Whoever's turn it is in a queue is always taken first, so that nobody starves; its companions
+    are those of like length from the window behind it, so that little is padded.
 
     Attributes:
         rows: live sequences, in the order of the stepper's rows.
+        row_limit: rows that may live side by side: fewer than the configuration's where memory
+            ran out, and one more again with every row that leaves.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.rows: list[Sequence] = []
-        self._sequences: deque[Sequence] = deque()
-        self._forwards: deque[Forward] = deque()
+        self.row_limit = config.max_rows
+        self._sequences: TurnQueue[Sequence] = TurnQueue()
+        self._forwards: TurnQueue[Forward] = TurnQueue()
 
     @property
     def waiting(self) -> int:
@@ -69,10 +132,23 @@ class Scheduler:
 
     def cancel(self, work: Sequence | Forward) -> None:
         """Forget waiting work; what lives is the engine's to remove. Unknown work is no error."""
-        queue: deque[Sequence] | deque[Forward]
-        queue = self._forwards if isinstance(work, Forward) else self._sequences
-        if work in queue:
-            queue.remove(work)  # type: ignore[arg-type]
+        if isinstance(work, Forward):
+            self._forwards.remove(work)
+        else:
+            self._sequences.remove(work)
+
+    def put_back(self, sequences: Sequence_[Sequence], row_limit: int) -> None:
+        """Have sequences that lived wait again, before all others, for memory's sake.
+
+        Args:
+            row_limit: rows that may live side by side for now.
+        """
+        self._sequences.put_back(sequences)
+        self.row_limit = max(1, row_limit)
+
+    def left(self, rows: int) -> None:
+        """Rows have ended: where memory ran out there is some again."""
+        self.row_limit = min(self.config.max_rows, self.row_limit + rows)
 
     def schedule(self) -> Plan:
         """Take what the next step runs out of the queues; who calls turns it into rows."""
@@ -80,13 +156,18 @@ class Scheduler:
         forwards = take_alike(
             self._forwards,
             window=4 * self.config.max_rows,
-            length=lambda forward: len(forward.src) + len(forward.tgt),
+            length=_forward_tokens,
             fits=lambda chunk: _padded(chunk, _forward_tokens) <= self.config.max_forward_tokens,
         )
         return Plan(tuple(joining), tuple(forwards))
 
     def _admit(self) -> list[Sequence]:
-        free = self.config.max_rows - len(self.rows)
+        if not self._sequences:
+            return []
+        first = self._sequences.first
+        # Even where memory ran out, an idle engine tries the next one, be it alone.
+        limit = self.row_limit if self.rows else max(self.row_limit, row_count(first))
+        free = limit - len(self.rows)
         reserved = [sequence.reserved_tokens for sequence in self.rows]
 
         def fits(chunk: list[Sequence]) -> bool:
@@ -101,10 +182,7 @@ class Scheduler:
             everyone = reserved + joining
             return len(everyone) * max(everyone) <= self.config.max_cache_tokens
 
-        if not self._sequences:
-            return []
-        oldest = self._sequences[0]
-        if row_count(oldest) > free or not affordable([oldest]):
+        if row_count(first) > free or not affordable([first]):
             return []  # nobody overtakes it: it would starve
         return take_alike(
             self._sequences,
@@ -120,36 +198,31 @@ def row_count(sequence: Sequence) -> int:
 
 
 def take_alike(
-    queue: deque[Work],
+    queue: TurnQueue[Work],
     window: int,
     length: Callable[[Work], int],
     fits: Callable[[list[Work]], bool],
 ) -> list[Work]:
-    """Remove the oldest and its likeliest companions from a queue.
+    """Remove the first and its likeliest companions from a queue.
 
     Args:
-        queue: oldest first.
-        window: how many of the oldest may be companions.
+        window: how many, counted from the first, are looked at.
         length: what is padded.
-        fits: whether a chunk may still run; the oldest runs alone even where this says no.
+        fits: whether a chunk may still run; the first runs alone even where this says no.
 
     Returns:
-        the oldest first, then by likeness to it.
+        the first, then the others by likeness to it.
     """
     if not queue:
         return []
-    oldest = queue[0]
-    candidates = list(islice(queue, 1, window))
-    candidates.sort(key=lambda work: abs(length(work) - length(oldest)))  # stable: older first
-    chunk = [oldest]
-    for work in candidates:
+    first, *others = islice(queue, max(1, window))
+    others.sort(key=lambda work: abs(length(work) - length(first)))  # stable: earlier ones first
+    chunk = [first]
+    for work in others:
         if not fits([*chunk, work]):
             break
         chunk.append(work)
-    taken = set(map(id, chunk))
-    remaining = [work for work in queue if id(work) not in taken]
-    queue.clear()
-    queue.extend(remaining)
+    queue.take(chunk)
     return chunk
 
 
@@ -164,4 +237,4 @@ def _encoder_tokens(sequence: Sequence) -> int:
 
 
 def _forward_tokens(forward: Forward) -> int:
-    return len(forward.src) + len(forward.tgt)
+    return forward.reserved_tokens

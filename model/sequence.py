@@ -79,6 +79,7 @@ class Sequence:
         decoding: how tokens are picked.
         tokens: generated so far.
         finish_reason: set when the sequence has left.
+        request: whose it is; those that wait take turns by request.
     """
 
     src: list[int]
@@ -86,6 +87,7 @@ class Sequence:
     decoding: Decoding
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    request: int = 0
 
     @property
     def target(self) -> list[int]:
@@ -114,6 +116,7 @@ class Forward:
         top_k: report the k likeliest tokens instead of whole rows of logits.
         labels: report the log-probability of these tokens instead, one for each of `tgt`.
         attention: report attention weights instead of anything else.
+        request: whose it is; those that wait take turns by request.
     """
 
     src: list[int]
@@ -122,6 +125,12 @@ class Forward:
     top_k: int | None = None
     labels: list[int] | None = None
     attention: bool = False
+    request: int = 0
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Positions that the pass fills."""
+        return len(self.src) + len(self.tgt)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
 from model.layers import MultiHeadAttention, causal_mask, padding_mask
-from model.sequence import AttentionMaps, Forward
+from model.passes import read_out
+from model.sequence import AttentionMaps, Forward, ForwardEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
 
@@ -25,19 +26,25 @@ class Stepper(Protocol):
     """The tensors of live rows, numbered in the order in which they joined or were kept."""
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Take new rows in, behind those that live: encode their sources, run their prefixes."""
+        """Take new rows in, behind those that live: encode their sources, run their prefixes.
+
+        Where it raises, nothing has changed.
+        """
         ...
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
-        """One more decoder position for each live row -> logits ``[rows, vocab]``."""
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
+        """One more decoder position for live rows, from the first-th on -> ``[rows, vocab]``.
+
+        Where it raises, nothing has changed, so that a part of the rows may be tried.
+        """
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
         ...
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
-        """Teacher-forced logits of each pass, ``[positions, vocab]``."""
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
+        """What each teacher-forced pass reports of its logits."""
         ...
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -62,21 +69,23 @@ class CachedStepper:
     def __init__(self, network: Transformer, spec: ModelSpec, config: EngineConfig) -> None:
         self.network = network
         self.spec = spec
-        attention = network.decoder.layers[0].self_attention
-        weight = attention.key.weight
-        shape = CacheShape(
-            layers=len(network.decoder.layers),
-            heads=attention.heads,
-            head_dim=weight.shape[0] // attention.heads,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        shape = CacheShape.of(network)
         self.targets = TargetCache(shape)
         self.sources = SourceCache(shape)
-        self.device = weight.device
+        self.device = shape.device
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
 
     def join(self, rows: Sequence[Row]) -> None:
+        live = len(self.sources.slots)
+        try:
+            self._join(rows)
+        except Exception:
+            self.sources.keep(range(live))
+            self.sources.pool.wipe()
+            self.targets.pool.wipe()
+            raise
+
+    def _join(self, rows: Sequence[Row]) -> None:
         sources, slots = distinct(tuple(row.src) for row in rows)
         memory, _ = encode(self.network, self.spec, sources, self.device, self.encoder_cache)
         first_row = len(self.sources.slots)
@@ -89,22 +98,23 @@ class CachedStepper:
         if max(lengths):
             tgt = pad_rows(prefixes, self.spec.pad_id, self.device)
             mask = causal_mask(tgt.shape[1], self.device)
-            self.network.decoder(tgt, past, self.sources.layers(first_row), mask)
+            self.network.decoder(tgt, past, self.sources.layers(slice(first_row, None)), mask)
         self.targets.joined(lengths)
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
+        part = slice(first, first + len(rows))
         tokens = torch.tensor([[row.last_token] for row in rows], device=self.device)
-        past, mask, positions = self.targets.next_position()
-        hidden = self.network.decoder(tokens, past, self.sources.layers(), mask, positions)
+        past, mask, positions = self.targets.next_position(part)
+        hidden = self.network.decoder(tokens, past, self.sources.layers(part), mask, positions)
         logits: Tensor = self.network.output(hidden[:, 0])
-        self.targets.advance()
+        self.targets.advance(part)
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         self.targets.keep(rows)
         self.sources.keep(rows)
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device, self.encoder_cache)
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -123,15 +133,17 @@ class ResubmittingStepper:
     def join(self, rows: Sequence[Row]) -> None:
         pass  # nothing is remembered between steps
 
-    def step(self, rows: Sequence[Row]) -> Tensor:
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         grown = [row.src + row.target for row in rows]
         last = [Forward(src=ids, tgt=ids, positions="last") for ids in grown]
-        return torch.cat(self.forward(last))
+        hidden = torch.cat(hidden_states(self.network, self.spec, last, self.device))
+        logits: Tensor = self.network.output(hidden)
+        return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         pass
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device)
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
@@ -174,20 +186,32 @@ def teacher_forced(
     passes: Sequence[Forward],
     device: torch.device,
     cache: EncoderCache | None = None,
+) -> list[ForwardEvent]:
+    """Whole targets in one masked pass, and what is asked of their logits."""
+    hidden = hidden_states(network, spec, passes, device, cache)
+    return read_out(passes, hidden, network.output, spec.tgt_vocab_size)
+
+
+def hidden_states(
+    network: Transformer,
+    spec: ModelSpec,
+    passes: Sequence[Forward],
+    device: torch.device,
+    cache: EncoderCache | None = None,
 ) -> list[Tensor]:
-    """Logits of whole targets in one masked pass; a source shared by passes is encoded once."""
+    """What the decoder has at each pass' wanted positions, ``[positions, dim]``.
+
+    A source shared by passes is encoded once.
+    """
     sources, slots = distinct(tuple(p.src) for p in passes)
     memory, mask = encode(network, spec, sources, device, cache)
     index = torch.tensor(slots, device=device)
     tgt = pad_rows([p.tgt for p in passes], spec.pad_id, device)
     hidden = network.decode(tgt, memory[index], mask[index])  # [passes, tgt, dim]
-    wanted = [
+    return [
         hidden[i, len(p.tgt) - 1 : len(p.tgt)] if p.positions == "last" else hidden[i, : len(p.tgt)]
         for i, p in enumerate(passes)
     ]
-    # Only what is wanted goes through the output layer: the vocabulary is wide.
-    logits: Tensor = network.output(torch.cat(wanted))
-    return list(torch.split(logits, [len(w) for w in wanted]))
 
 
 MAX_WEIGHTS = 2**24

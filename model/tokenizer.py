@@ -6,10 +6,13 @@ Two formats exist: `tokenizers`' own JSON and SentencePiece models. Both stand b
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import sentencepiece
 import tokenizers
@@ -86,11 +89,13 @@ class JsonTokenizer:
         self.unk_id = backend.token_to_id(UNK)
 
     @classmethod
-    def load(cls, path: Path) -> JsonTokenizer:
+    def load(cls, path: Path) -> Self:
         """Raises ValueError where the file holds no tokenizer."""
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and may panic
+            if isinstance(error, KeyboardInterrupt):
+                raise
             raise ValueError(f"{path}: not a tokenizer: {error}") from error
 
     @property
@@ -123,6 +128,42 @@ class JsonTokenizer:
 
     def save(self, path: Path) -> None:
         self.backend.save(str(path))
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """Tokens that were added to a vocabulary later, found in texts before these are cut.
+
+    Attributes:
+        ids: of those that texts may have.
+        special: of those that only the tokenizer itself may place; they add no text.
+    """
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def encode(self, text: str, cut: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            cut: gives those of what lies between added tokens.
+        """
+        if not self.ids:
+            return cut(text)
+        ids: list[int] = []
+        for part in filter(None, self._pattern.split(text)):
+            ids += [self.ids[part]] if part in self.ids else cut(part)
+        return ids
+
+    @property
+    def names(self) -> dict[int, str]:
+        """All of them, by id."""
+        return {id: token for token, id in [*self.ids.items(), *self.special.items()]}
 
 
 class SentencePieceTokenizer:

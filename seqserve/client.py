@@ -12,6 +12,7 @@ Errors are those of `seqserve.errors`, with `status`, `param` and `request_id`.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
@@ -67,6 +68,12 @@ LONGEST_WAIT = 30.0
 """Seconds; a server that asks for a longer pause gets this one."""
 
 
+def _credentials(api_key: str | None) -> dict[str, str]:
+    """The headers that say who asks."""
+    key = os.environ.get("SEQSERVE_API_KEY", "") if api_key is None else api_key
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def _no_connection(error: httpx.HTTPError) -> NoConnectionError:
     return NoConnectionError(str(error) or type(error).__name__)
 
@@ -92,9 +99,10 @@ class Client:
     Args:
         base_url: of the server.
         model: name of the model to ask where a call names none.
+        api_key: sent with every request; None takes the variable `SEQSERVE_API_KEY`, if it is set.
         timeout: seconds to wait for an answer.
         retries: how often a call is repeated when the server is full or not ready (429, 503).
-        http: what sends the requests; None makes one.
+        http: what sends the requests, with its own address, timeout and headers; None makes one.
     """
 
     def __init__(
@@ -102,13 +110,16 @@ class Client:
         base_url: str = "http://127.0.0.1:8000",
         *,
         model: str | None = None,
+        api_key: str | None = None,
         timeout: float = 60.0,
         retries: int = 2,
         http: httpx.Client | None = None,
     ) -> None:
         self.model = model
         self.retries = retries
-        self._http = http or httpx.Client(base_url=base_url, timeout=timeout)
+        self._http = http or httpx.Client(
+            base_url=base_url, timeout=timeout, headers=_credentials(api_key)
+        )
 
     @overload
     def generate(
@@ -296,13 +307,16 @@ class AsyncClient:
         base_url: str = "http://127.0.0.1:8000",
         *,
         model: str | None = None,
+        api_key: str | None = None,
         timeout: float = 60.0,
         retries: int = 2,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self.model = model
         self.retries = retries
-        self._http = http or httpx.AsyncClient(base_url=base_url, timeout=timeout)
+        self._http = http or httpx.AsyncClient(
+            base_url=base_url, timeout=timeout, headers=_credentials(api_key)
+        )
 
     @overload
     async def generate(

@@ -23,7 +23,8 @@ def list_or_not(value: Any) -> str:
 
 
 Word = Annotated[
-    Annotated[str, Tag(ONE)] | Annotated[list[int], Field(fail_fast=True), Tag(MANY)],
+    Annotated[str, Field(max_length=1000), Tag(ONE)]
+    | Annotated[list[int], Field(max_length=1000, fail_fast=True), Tag(MANY)],
     Discriminator(list_or_not),
 ]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
@@ -68,6 +69,12 @@ class Strict(BaseModel):
 class GenerationParameters(Strict):
     """How one input is continued. A field left out, or null, changes nothing."""
 
+    task: str | None = Field(
+        None,
+        max_length=100,
+        description="One of the model's tasks: what its files ask for in this one is the default "
+        "of the other parameters, and its prefix stands before an input text. No-op: null.",
+    )
     max_new_tokens: int | None = Field(
         None,
         ge=0,

@@ -595,7 +595,10 @@ class ModelInfo(Answer):
     """One model of the server."""
 
     name: str
-    state: Literal["loading", "ready", "failed", "draining"]
+    state: Literal["loading", "ready", "failed", "draining"] = Field(
+        description="`loading` also while its engine is being restarted."
+    )
+    error: str | None = Field(None, description="Why it failed to load.")
     family: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -610,6 +613,29 @@ class ModelInfo(Answer):
     generation_defaults: dict[str, Any] | None = Field(
         None, description="What the model asks for where a request says nothing."
     )
+    tasks: dict[str, dict[str, Any]] | None = Field(
+        None,
+        description="Tasks that `task` may name, with the defaults and the prefix of each; empty "
+        "without tasks.",
+    )
+    default_decoding: Literal["greedy", "beam_search", "sampling"] | None = Field(
+        None, description="How tokens are picked where a request says nothing."
+    )
+    decoder_start_ids: list[int] | None = Field(
+        None, description="What every target begins with, before any prefix or forced token."
+    )
+    eos_token_id: int | None = Field(None, description="Null: only length ends a target.")
+    cache_bytes_per_source_token: int | None = Field(
+        None,
+        description="Of cross-attention's keys and values and the encoder's output, in the "
+        "model's dtype. Absent, as below, where nothing can be kept.",
+    )
+    cache_bytes_per_target_token: int | None = Field(
+        None, description="Of self-attention's keys and values, for each row (each beam, draw)."
+    )
+    cache_bytes_per_request: int | None = Field(
+        None, description="Of one row with the longest source and target."
+    )
     languages: list[str] | None = Field(
         None, description="Codes that `src_lang` and `tgt_lang` may have; empty without languages."
     )
@@ -622,6 +648,7 @@ class ModelInfo(Answer):
     target_tokenizer: bool | None = Field(None, description="Whether texts are returned.")
     waiting: int | None = Field(None, description="Sequences and passes not yet begun.")
     running: int | None = Field(None, description="Rows being decoded.")
+    restarts: int | None = Field(None, description="How often its engine broke down and came back.")
     batches: Batches | None = None
     encoder_cache: EncoderCacheInfo | None = Field(
         None, description="Null where nothing can be kept, as each new token changes the source."
@@ -633,7 +660,11 @@ class Limits(Answer):
 
     max_body_bytes: int
     max_inputs: int
+    max_characters: int
+    max_beams: int
+    max_return_sequences: int
     max_queue: int
+    max_queue_tokens: int
     max_rows: int
     max_json_values: int
     max_tensor_values: int

@@ -19,6 +19,8 @@ from seqserve import __version__
 from seqserve.errors import InvalidRequestError, SeqserveError
 from seqserve.parameters import GenerationParameters
 from seqserve.schemas import GenerateRequest
+from service.hub import directory_of, locate
+from service.keys import read_keys
 from service.options import Option, given, in_terms_of_options, options_of, with_options
 from service.settings import DEFAULT_MODEL, Settings, engine_config
 from service.sockets import listen
@@ -28,6 +30,7 @@ from service.validation import describe, parse_json
 if TYPE_CHECKING:
     from model.loader import LoadedModel
     from model.training import Trainer
+    from service.check import Report
 
 app = typer.Typer(
     name="seqserve",
@@ -39,13 +42,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-SERVING = options_of(Settings, env_prefix="SEQSERVE_", flags={"models": "--model"})
+SERVING = options_of(
+    Settings,
+    env_prefix="SEQSERVE_",
+    flags={"models": "--model", "cors_origins": "--cors-origin"},
+)
 LOADING = options_of(
     Settings,
     only=("device", "dtype", "threads", "max_rows"),
     panel="Running",
     env_prefix="SEQSERVE_",
 )
+MODEL = "Directory of the model, or its id on the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION."
 GENERATING = options_of(GenerationParameters, panel="Generation parameters")
 
 
@@ -85,17 +93,21 @@ def serve(**options: Any) -> None:
 
     - `seqserve serve --model g2p=weights/g2p-en --model mine=out/my-model --port 9000`
 
+    - `seqserve serve --model Helsinki-NLP/opus-mt-en-de` fetches it from the Hugging Face Hub
+
     - `SEQSERVE_DTYPE=bfloat16 seqserve serve --host 0.0.0.0`
 
     Then `curl localhost:8000/generate -d '{"inputs": "hello"}'`; the documentation is at /docs.
     """
     settings = _settings(options)
     try:
-        directories = settings.directories
+        locations = settings.locations
+        read_keys(settings)  # again with the application; but wrong ones show at once
     except ValueError as error:
         _fail(str(error))
-    for directory in directories.values():
-        _check_directory(directory)
+    for location in locations.values():
+        if isinstance(location, Path):
+            _check_directory(location)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
@@ -104,19 +116,23 @@ def serve(**options: Any) -> None:
         _fail(f"cannot listen on {settings.host}:{settings.port}: {reason}{taken}", code=1)
     from service import server  # torch; after what can be checked without it
 
-    if failure := server.serve(settings, listener):
-        _fail(failure, code=1)
+    failure = server.serve(settings, listener)
+    if failure:
+        typer.echo(f"seqserve: {failure}", err=True)
     if any(thread.daemon for thread in threading.enumerate()):
         # A model is still being loaded, or signals came thick and fast: Python, when it shuts down
         # under a thread that is inside torch, aborts.
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(1 if failure else 0)
+    if failure:
+        raise typer.Exit(1)
 
 
 def _settings(options: dict[str, Any]) -> Settings:
     values = given(options)
-    if "models" in values:
-        values["models"] = tuple(values["models"])
+    for name in ("models", "cors_origins"):
+        if name in values:
+            values[name] = tuple(values[name])
     try:
         return Settings(**values)
     except ValidationError as error:
@@ -132,7 +148,7 @@ def generate(
     texts: Annotated[
         list[str] | None, typer.Argument(help="Inputs. None: lines from standard input.")
     ] = None,
-    model: Annotated[Path, typer.Option(help="Directory of the model.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help=MODEL)] = str(DEFAULT_MODEL),
     jsonl: Annotated[
         bool,
         typer.Option(
@@ -249,35 +265,19 @@ def _line(answer: Any, as_json: bool) -> str:
 
 @app.command()
 def info(
-    directory: Annotated[Path, typer.Argument(help="Directory of the model.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL)] = str(DEFAULT_MODEL),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a model directory holds.
+    """Say what a model directory holds, what a request gets by default, and what memory it takes.
 
     Example: `seqserve info weights/g2p-en`
     """
-    from service.served import languages_of
+    from service.served import facts_of
 
-    loaded = _load(directory, _settings({"device": "cpu"}))
-    spec = loaded.spec
+    loaded = _load(model, _settings({"device": "cpu"}))
     suffixes = {".safetensors", ".bin", ".pt", ".pth"}
-    size = sum(f.stat().st_size for f in directory.iterdir() if f.suffix in suffixes)
-    facts = {
-        "directory": str(directory),
-        "family": spec.family,
-        "parameters": loaded.parameters,
-        "bytes": size,
-        "src_vocab_size": spec.src_vocab_size,
-        "tgt_vocab_size": spec.tgt_vocab_size,
-        "max_source_tokens": spec.max_src,
-        "max_target_tokens": spec.max_tgt,
-        "default_max_new_tokens": spec.default_max_new_tokens,
-        "generation_defaults": spec.defaults.stated,
-        **languages_of(loaded),
-        "source_is_target": spec.source_is_target,
-        "source_tokenizer": loaded.source_tokenizer is not None,
-        "target_tokenizer": loaded.target_tokenizer is not None,
-    }
+    size = sum(f.stat().st_size for f in loaded.directory.iterdir() if f.suffix in suffixes)
+    facts = {"directory": str(loaded.directory), "bytes": size, **facts_of(loaded)}
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -288,6 +288,56 @@ def info(
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
     Console().print(table)
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="An input; repeat the option. None: random token ids."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a model directory with what `transformers` makes of it, in float32 on the CPU.
+
+    Token ids of the texts, encoder outputs, logits of whole targets and greedy tokens. The exit
+    status is 0 if all are equal but for rounding, 1 if not, 2 if there is nothing to compare with.
+    Nothing is fetched, and no code in the directory is run.
+
+    Example: `seqserve check opus-mt-en-de --text "Good morning" --text "How are you?"`
+    """
+    loaded = _load(model, _settings({"device": "cpu", "dtype": "float32"}))
+    from service.check import CheckError
+    from service.check import check as compare
+
+    try:
+        report = compare(loaded, text or [])
+    except (CheckError, SeqserveError) as error:
+        _fail(str(error))
+    typer.echo(json.dumps(report.facts)) if as_json else _print_report(report)
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "compared", "different", "largest difference", "bound")
+    for finding in report.findings:
+        numbers = (finding.largest, finding.bound)
+        shown = ["" if number is None else f"{number:.1e}" for number in numbers]
+        table.add_row(finding.what, str(finding.compared), str(finding.different), *shown)
+    Console().print(table)
+    for finding in report.findings:
+        if finding.note:
+            typer.echo(f"{finding.what}: {finding.note}")
+    verdict = "equals" if report.equal else "DIFFERS FROM"
+    typer.echo(f"{report.directory} ({report.family}) {verdict} {report.reference}")
 
 
 # --- train ---------------------------------------------------------------------------------------
@@ -388,8 +438,10 @@ def _run_training(trainer: Trainer) -> None:
 # --- shared --------------------------------------------------------------------------------------
 
 
-def _load(directory: Path, settings: Settings) -> LoadedModel:
-    _check_directory(directory)
+def _load(model: str, settings: Settings) -> LoadedModel:
+    location = locate(model)
+    if isinstance(location, Path):
+        _check_directory(location)
     import torch
 
     from model.checkpoint import ModelError
@@ -398,7 +450,7 @@ def _load(directory: Path, settings: Settings) -> LoadedModel:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
-        return load_model(directory, settings.device, settings.dtype)
+        return load_model(directory_of(location), settings.device, settings.dtype)
     except (ModelError, OSError) as error:
         _fail(str(error), code=1)
     except (MemoryError, torch.OutOfMemoryError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from model.config import GenerationDefaults
 from seqserve.errors import InvalidRequestError
@@ -47,6 +47,14 @@ def with_defaults(
         param = f"{place}.{str(error).split(' ', 1)[0]}"
         raise InvalidRequestError(f"{place}.{error}", param) from error
     return merged
+
+
+def default_decoding(defaults: GenerationDefaults) -> Literal["greedy", "beam_search", "sampling"]:
+    """How a request without parameters picks its tokens."""
+    merged = with_defaults(GenerationParameters(), defaults, "parameters")
+    if merged.samples:
+        return "sampling"
+    return "beam_search" if (merged.num_beams or 1) > 1 else "greedy"
 
 
 def _samples_by_default(parameters: GenerationParameters, defaults: GenerationDefaults) -> bool:

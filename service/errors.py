@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from seqserve.errors import (
     InvalidRequestError,
     MethodNotAllowedError,
     NotFoundError,
     SeqserveError,
+    UnauthorizedError,
 )
 from seqserve.schemas import ErrorResponse
+from service.observation import record_of
 from service.validation import cut, describe
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTIONS: dict[int, str] = {
     400: "The body is not valid JSON.",
+    401: "API keys are set, and none or a wrong one came.",
     404: "There is no such model.",
+    408: "The body took too long to come.",
     413: "The body is over the limit.",
+    415: "The body is compressed.",
     422: "A field is wrong, missing, unknown or too long; `param` names it.",
     429: "The queue is full; `Retry-After` says when to try again.",
     500: "The model failed on this input.",
@@ -33,12 +40,34 @@ DESCRIPTIONS: dict[int, str] = {
 }
 """HTTP status -> what it means, for the OpenAPI document."""
 
+OWN_PACKAGES = ("model", "seqserve", "service")
+
+OF_A_BODY = (400, 401, 404, 408, 413, 415, 422, 503)
+"""What any route with a body may answer."""
+
+OF_A_RUN = (*OF_A_BODY, 429, 500, 504)
+"""What any route may answer for which a model runs."""
+
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route, for the OpenAPI document."""
     return {
         status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses
     }
+
+
+class ErrorAnswer(Response):
+    """An error's answer, which notes the error in the request's record when it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: SeqserveError, body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(body, error.status, headers)
+        self.error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).note_error(self.error)
+        await super().__call__(scope, receive, send)
 
 
 def envelope_of(error: SeqserveError, request_id: str | None) -> dict[str, Any]:
@@ -57,7 +86,24 @@ def envelope(error: SeqserveError, request_id: str | None) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"
-    return Response(orjson.dumps(body), error.status, headers, "application/json")
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    return ErrorAnswer(error, orjson.dumps(body), headers)
+
+
+def place_of(error: BaseException) -> str:
+    """Kind and place of an error: `KeyError in service.planning.plan:87 < ...`, innermost first.
+
+    Neither its message, which may hold a caller's text, nor the paths of files. Of frames in other
+    packages only the innermost is named.
+    """
+    frames = [
+        (frame.f_globals.get("__name__", "?"), frame.f_code.co_name, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    told = [f for f in frames[:-1] if f[0].split(".")[0] in OWN_PACKAGES] + frames[-1:]
+    places = [f"{module}.{function}:{line}" for module, function, line in reversed(told)]
+    return f"{type(error).__name__} in {' < '.join(places) or 'no frame'}"
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -69,7 +115,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return envelope(_from_validation(request, error), request.state.request_id)
+        return envelope(_from_validation(error), request.state.request_id)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -78,10 +124,10 @@ def install_error_handlers(app: FastAPI) -> None:
         return answer
 
 
-def _from_validation(request: Request, error: RequestValidationError) -> InvalidRequestError:
+def _from_validation(error: RequestValidationError) -> InvalidRequestError:
+    """FastAPI's own: there is no body at all."""
     errors = [{**e, "loc": e["loc"][1:]} for e in error.errors()]  # without "body"
-    field = getattr(request.scope.get("route"), "body_field", None)
-    return describe(errors, field.field_info.annotation if field else None)
+    return describe(errors, None)
 
 
 def _from_http(request: Request, error: HTTPException) -> SeqserveError:

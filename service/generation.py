@@ -26,6 +26,7 @@ from service.languages import Speech
 from service.numbers import shortest
 from service.planning import Plan, Planner, wants_details, wishes
 from service.spelling import Spelled, Speller
+from service.tasks import prefixed, task_of
 from service.vocabulary import Vocabulary, read_sources
 
 
@@ -59,22 +60,36 @@ class Generator:
         """
         indices = range(request.count)
         parameters = [request.parameters_of(i) for i in indices]
-        text = request.texts is not None
+        tasks = [
+            task_of(self.spec, parameters[i].task, f"{request.parameters_place(i)}.task")
+            for i in indices
+        ]
+        texts = request.texts
+        if texts is not None:
+            texts = [prefixed(task, text) for task, text in zip(tasks, texts, strict=True)]
         spoken = [wishes(parameters[i], request.parameters_place(i)) for i in indices]
         sources = read_sources(
             self.source,
             self.spec,
-            request.texts,
+            texts,
             request.id_lists,
             [request.place(i) for i in indices],
             [p.truncate for p in parameters],
-            [self.speech.frame(src, tgt, text=text) for src, tgt in spoken],
+            [
+                self.speech.frame(src, tgt, text=texts[i] if texts is not None else None)
+                for i, (src, tgt) in enumerate(spoken)
+            ],
         )
         planner = Planner(
-            self.spec, self.target, stream=bool(request.stream), speech=self.speech, text=text
+            self.spec,
+            self.target,
+            stream=bool(request.stream),
+            speech=self.speech,
+            text=texts is not None,
         )
         return [
-            planner.plan(sources[i], parameters[i], request.parameters_place(i)) for i in indices
+            planner.under(tasks[i]).plan(sources[i], parameters[i], request.parameters_place(i))
+            for i in indices
         ]
 
     def answer(self, plan: Plan, events: Mapping[Row, Sequence[TokenEvent]]) -> GenerateResponse:

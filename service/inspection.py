@@ -145,7 +145,8 @@ class Inspector:
         if len(fed) > self.spec.max_tgt:
             limit = self.spec.max_tgt - len(fed) + len(target)
             raise InvalidRequestError(
-                f"{pair.place} has {len(target)} tokens, the model takes at most {limit}",
+                f"{pair.place} has {len(target)} tokens, the model takes at most {limit} "
+                "(max_target_tokens)",
                 pair.place,
             )
         return Forward(pair.source.ids, fed, "all", labels=labels)
@@ -286,9 +287,9 @@ class Inspector:
         of_target = self.languages is not None and self.languages.source_names == "tgt_lang"
         if tgt.code is not None and self.languages is not None and not of_target:
             raise InvalidRequestError('tgt_lang needs "side": "target"', "tgt_lang")
-        frame = self.speech.frame(src, tgt, text=True)
+        frames = [self.speech.frame(src, tgt, text=text) for text in texts]
         self.speech.opening(tgt)
-        return encode_sources(self.source, texts, [frame] * len(texts))
+        return encode_sources(self.source, texts, frames)
 
     # --- all of them -----------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class Inspector:
         if len(fed) > self.spec.max_tgt:
             raise InvalidRequestError(
                 f"{pair.place} has {len(fed)} tokens with the decoder start, the model takes at "
-                f"most {self.spec.max_tgt}",
+                f"most {self.spec.max_tgt} (max_target_tokens)",
                 pair.place,
             )
         return fed
@@ -363,18 +364,20 @@ class Inspector:
 
     def _sources(self, request: TargetsRequest | NextRequest) -> list[Source]:
         indices = range(request.count)
-        text = request.texts is not None
-        if self.languages and self.languages.source_names == "tgt_lang" and text:
+        texts = request.texts
+        if self.languages and self.languages.source_names == "tgt_lang" and texts is not None:
             self._check_one_language_each(request)
         sources = read_sources(
             self.source,
             self.spec,
-            request.texts,
+            texts,
             request.id_lists,
             [request.place(i) for i in indices],
             frames=[
                 self.speech.frame(
-                    _wish(request, "src_lang", i), _wish(request, "tgt_lang", i), text=text
+                    _wish(request, "src_lang", i),
+                    _wish(request, "tgt_lang", i),
+                    text=texts[i] if texts is not None else None,
                 )
                 for i in indices
             ],

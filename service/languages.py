@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,11 +61,11 @@ class Speech:
     spec: ModelSpec
     languages: Languages | None
 
-    def frame(self, src: Wish, tgt: Wish, *, text: bool) -> Frame | None:
+    def frame(self, src: Wish, tgt: Wish, *, text: str | None) -> Frame | None:
         """What belongs around a source.
 
         Args:
-            text: whether the source is a text; ids are taken exactly as given.
+            text: the source; None where it is ids, which are taken exactly as given.
 
         Returns:
             None where it is not for a language to say.
@@ -79,13 +80,16 @@ class Speech:
         of_target = languages.source_names == "tgt_lang"
         wish = tgt if of_target else src
         id = self._id(tgt) if of_target else source
-        if not text:
+        if text is None:
             if wish.code is not None:
                 raise InvalidRequestError(
                     f"{wish.place} needs inputs as text: input_ids are taken exactly as given",
                     wish.place,
                 )
             return None
+        if languages.written:
+            self._check_written(languages.written, src, tgt, text)
+            return Frame(*languages.around(id))
         default = languages.default_tgt if of_target else languages.default_src
         return Frame(*languages.around(self._or_default(id, default, wish)))
 
@@ -117,6 +121,21 @@ class Speech:
         if needed:
             id = self._or_default(id, languages.default_tgt, tgt)
         return Opening(start, [] if id is None else [id])
+
+    def _check_written(self, written: re.Pattern[str], src: Wish, tgt: Wish, text: str) -> None:
+        """Refuse what a text that may name its own language leaves no place for."""
+        if src.code is not None:
+            raise InvalidRequestError(
+                f"{src.place} has no effect: this model is told the target's language only, "
+                f"got {shown(src.code)}",
+                src.place,
+            )
+        if tgt.code is not None and (found := written.match(text)):
+            raise InvalidRequestError(
+                f"{tgt.place} and a text that begins with a language exclude each other, "
+                f"got {shown(tgt.code)} and {shown(found[0])}",
+                tgt.place,
+            )
 
     def target_tail(self) -> list[int]:
         """What ends a target text; empty without languages."""

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -130,7 +131,7 @@ def _kind(annotation: Any) -> Any:
         return str
     if origin is tuple:
         return list[str]
-    return annotation if annotation in (str, int, float, bool) else None
+    return annotation if annotation in (str, int, float, bool, Path) else None
 
 
 def _shown(default: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from model.config import ModelSpec
+from model.config import ModelSpec, Task
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
 from model.tokenizer import UNK
@@ -68,6 +68,10 @@ class Planner:
     text: bool
     _constraints: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def under(self, task: Task) -> Planner:
+        """The same for a task. What inputs share is still read once, as they share the task."""
+        return replace(self, spec=self.spec.under(task))
+
     def plan(self, source: Source, parameters: GenerationParameters, place: str) -> Plan:
         """The plan of one input.
 
@@ -124,7 +128,7 @@ class Planner:
             what = "source" if spec.source_is_target else "decoder start"
             raise InvalidRequestError(
                 f"{field}: {what} and target prefix have {fed} tokens, "
-                f"the model takes at most {spec.max_tgt}",
+                f"the model takes at most {spec.max_tgt} (max_target_tokens)",
                 field,
             )
         return spec.room(len(source.ids), start)
@@ -263,7 +267,7 @@ def _new_tokens(parameters: GenerationParameters, room: int, spec: ModelSpec, pl
     if wanted > room:
         raise InvalidRequestError(
             f"{place}.max_new_tokens must be at most {room} here (the model's target takes "
-            f"{spec.max_tgt} tokens), got {wanted}",
+            f"{spec.max_tgt} tokens, max_target_tokens), got {wanted}",
             f"{place}.max_new_tokens",
         )
     return wanted

@@ -11,36 +11,39 @@ A request's work is followed by a `Ticket`. Requests that want whole answers wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
-from model.engine import StepTrace
-from model.sequence import Event, FailureEvent, Forward, ForwardEvent, TokenEvent
-from model.sequence import Sequence as Row
+from model.cache import EncoderCache
+from model.faults import GenerationError
+from model.sequence import Event, FailureEvent, ForwardEvent, TokenEvent
 from seqserve.errors import (
     DeadlineError,
     GenerationFailedError,
     InvalidRequestError,
-    OverloadedError,
     SeqserveError,
     UnavailableError,
 )
+from service.admission import Admission, Work
+from service.rates import RestartBudget
 
 logger = logging.getLogger(__name__)
-
-Work = Row | Forward
 
 
 class EngineLike(Protocol):
     """What the runner needs of `model.engine.Engine`."""
 
+    @property
+    def encoder_cache(self) -> EncoderCache | None: ...
     @property
     def has_work(self) -> bool: ...
     @property
@@ -73,10 +76,18 @@ class Ticket:
         unfinished: works without their last event.
         submitted, began, ended: times (`time.perf_counter`); `began` is the start of the step that
             first brought something, `ended` the arrival of the last event.
+        works: all of them.
+        first_token: when the first token arrived.
+        generated: tokens that arrived.
+        longest: tokens of the sequence that has most.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
         self.unfinished: set[Work] = set(works)
+        self.first_token: float | None = None
+        self.generated = 0
+        self.longest = 0
         self.submitted = time.perf_counter()
         self.began: float | None = None
         self.ended: float | None = None
@@ -125,9 +136,11 @@ class Ticket:
         if self.began is None:
             self.began = began
         if isinstance(event, FailureEvent):
-            self.fail(GenerationFailedError(f"the model failed on this input: {event.error}"))
+            self.fail(GenerationFailedError(reason(event.error)))
             return
         self._events.append(event)
+        if isinstance(event, TokenEvent):
+            self._count(event)
         if is_last(event):
             self.unfinished.discard(work_of(event))
         if self.over:
@@ -141,6 +154,12 @@ class Ticket:
             self._error = error
             self._wake()
 
+    def _count(self, event: TokenEvent) -> None:
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.generated += 1
+        self.longest = max(self.longest, event.index + 1)
+
     async def _wait(self, eager: bool) -> None:
         self._eager = eager
         self._waiter = asyncio.get_running_loop().create_future()
@@ -149,6 +168,13 @@ class Ticket:
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def reason(error: Exception) -> str:
+    """What a caller is told of an input that failed: no words that were not meant for callers."""
+    if isinstance(error, GenerationError):
+        return f"the model failed on this input: {error}"
+    return "the model failed on this input; the server's log has the details"
 
 
 def work_of(event: Event) -> Work:
@@ -163,61 +189,104 @@ def is_last(event: Event) -> bool:
     return not isinstance(event, TokenEvent) or event.finish_reason is not None
 
 
-class StepFigures:
-    """Counts of what the engine's steps did. Written by the engine thread, read by any.
-
-    Attributes:
-        rows_per_step: ``[rows]`` -> number of steps that had so many rows.
-        forward_passes: teacher-forced passes run.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self.rows_per_step = [0] * (max_rows + 1)
-        self.forward_passes = 0
-
-    def record(self, trace: StepTrace) -> None:
-        self.rows_per_step[len(trace.rows)] += 1
-        self.forward_passes += trace.forwards
-
-
 class Runner:
-    """Runs one engine in its own thread.
+    """Runs one engine in its own thread, and another one when it breaks down.
 
     Args:
-        engine: nobody else may touch it from now on.
-        max_queue: works accepted and not yet answered, at most.
+        make_engine: called in the engine's thread; nobody else may touch what it makes.
+        admission: who may enter the queue.
         name: of the model, for messages and the thread.
+        budget: of restarts.
+        on_end: told why, when the engine has broken down for good.
+
+    Attributes:
+        engine: None while it is being made.
+        broken: whether it has broken down for good.
+        restarts: how often a new engine was begun.
     """
 
-    def __init__(self, engine: EngineLike, max_queue: int, name: str) -> None:
-        self.engine = engine
-        self.max_queue = max_queue
+    def __init__(
+        self,
+        make_engine: Callable[[], EngineLike],
+        admission: Admission,
+        name: str,
+        budget: RestartBudget,
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.engine: EngineLike | None = None
+        self.admission = admission
         self.name = name
-        self.broken: BaseException | None = None
+        self.broken = False
         self.draining = False
+        self.restarts = 0
+        self._make_engine = make_engine
+        self._budget = budget
+        self._on_end = on_end
         self._owners: dict[Work, Ticket] = {}
+        self._requests = count(1)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
 
     # --- event loop ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the engine thread; events arrive on the running loop."""
+    async def start(self) -> None:
+        """Start the engine thread and wait for its engine; events arrive on the running loop.
+
+        Raises:
+            Exception: what making the engine raised.
+        """
         self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._begin()
+        try:
+            await self._started
+        except asyncio.CancelledError:
+            self._commands.put(_Command("stop"))
+            raise
+
+    def _begin(self) -> None:
+        """A thread with an engine and a command queue of its own: nothing old reaches it."""
+        self._commands = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._commands,), name=f"engine-{self.name}", daemon=True
+        )
         self._thread.start()
 
     @property
     def ready(self) -> bool:
         """Whether work is accepted."""
-        return not (self.draining or self.broken)
+        return self.engine is not None and not self.draining
+
+    @property
+    def encoder_cache(self) -> EncoderCache | None:
+        """Sources encoded lately, where there is an engine that can make use of them."""
+        return self.engine.encoder_cache if self.engine else None
+
+    @property
+    def waiting(self) -> int:
+        """Sequences and passes that have not begun."""
+        return self.engine.waiting if self.engine else 0
+
+    @property
+    def running(self) -> int:
+        """Live rows."""
+        return self.engine.running if self.engine else 0
 
     @property
     def outstanding(self) -> int:
         """Works accepted and not yet answered."""
         return len(self._owners)
+
+    @property
+    def oldest_waiting(self) -> float:
+        """Seconds that the oldest request of which nothing has been computed has waited."""
+        waiting = (t for t in self._owners.values() if t.began is None and not t.over)
+        oldest = next(waiting, None)  # owners are in the order of submission
+        return time.perf_counter() - oldest.submitted if oldest else 0.0
 
     @asynccontextmanager
     async def submitted(self, works: Sequence[Work], seconds: float) -> AsyncIterator[Ticket]:
@@ -227,8 +296,8 @@ class Runner:
             seconds: until the ticket fails with `DeadlineError`.
 
         Raises:
-            UnavailableError: draining or broken.
-            OverloadedError: they do not all fit into the queue.
+            UnavailableError: draining, broken down or being restarted.
+            OverloadedError, InvalidRequestError: they do not all fit into the queue.
         """
         ticket = self._admit(works)
         assert self._loop
@@ -244,14 +313,14 @@ class Runner:
             raise UnavailableError(f"model {self.name} has failed and takes no more requests")
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        if self.outstanding + len(works) > self.max_queue:
-            raise OverloadedError(
-                f"the queue is full: {self.outstanding} of {self.max_queue} places are taken, "
-                f"the request needs {len(works)}",
-                retry_after=1,
-            )
+        if self.engine is None:
+            raise UnavailableError(f"model {self.name} is being restarted", retry_after=1)
+        self.admission.enter(works)
         ticket = Ticket(works)
         if works:
+            request = next(self._requests)
+            for work in works:
+                work.request = request  # requests take turns in the engine's queue
             self._owners.update(dict.fromkeys(works, ticket))
             self._idle.clear()
             self._commands.put(_Command("submit", tuple(works)))
@@ -268,9 +337,11 @@ class Runner:
             self._forget(left)
             self._commands.put(_Command("cancel", left))
 
-    def _forget(self, works: Iterable[Work]) -> None:
+    def _forget(self, works: Sequence[Work], finished: bool = False) -> None:
+        """Works that have an owner lose it."""
+        self.admission.leave(works, finished)
         for work in works:
-            self._owners.pop(work, None)
+            del self._owners[work]
         if not self._owners:
             self._idle.set()
 
@@ -280,21 +351,47 @@ class Runner:
             ticket = self._owners.get(work_of(event))
             if ticket is None:
                 continue
+            if isinstance(event, FailureEvent) and not isinstance(event.error, GenerationError):
+                logger.error("model %s failed on an input", self.name, exc_info=event.error)
             ticket.push(event, step.began)
             if is_last(event):
-                self._forget([work_of(event)])
+                self._forget([work_of(event)], finished=True)
 
     def _refuse(self, work: Work, error: ValueError) -> None:
         if ticket := self._owners.get(work):
             ticket.fail(InvalidRequestError(str(error)))
             self._forget([work])
 
-    def _break_down(self, error: Exception) -> None:
+    def _came_up(self, engine: EngineLike) -> None:
+        self.engine = engine
+        assert self._started
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _break_down(self, error: BaseException) -> None:
         """The engine raised: nothing of it can be trusted any more."""
-        self.broken = error
-        failure = GenerationFailedError("the model failed while it ran this request")
+        assert self._started
+        if not self._started.done():  # it never ran: for whoever started it to deal with
+            self._started.set_exception(error)
+            return
+        logger.error("engine of model %s failed", self.name, exc_info=error)
+        error.with_traceback(None)  # which keeps the engine's tensors alive
+        self.engine = None
+        self._fail_all(GenerationFailedError("the model failed while it ran this request"))
+        if self.draining:
+            return
+        if self._budget.take(time.monotonic()):
+            self.restarts += 1
+            logger.warning("engine of model %s starts again", self.name)
+            self._begin()
+            return
+        self.broken = True
+        after = f" after {self.restarts} restarts" if self.restarts else ""
+        self._on_end(f"the engine of model {self.name} has failed{after}")
+
+    def _fail_all(self, error: SeqserveError) -> None:
         for ticket in set(self._owners.values()):
-            ticket.fail(failure)
+            ticket.fail(error)
         self._forget(list(self._owners))
 
     async def drain(self, grace: float) -> bool:
@@ -309,42 +406,43 @@ class Runner:
     async def stop(self) -> None:
         """End the thread; what is left fails."""
         self.draining = True
-        for ticket in set(self._owners.values()):
-            ticket.fail(UnavailableError("the server is shutting down"))
-        self._forget(list(self._owners))
+        self._fail_all(UnavailableError("the server is shutting down"))
         self._commands.put(_Command("stop"))
-        await asyncio.to_thread(self._thread.join)
+        if self._thread:
+            await asyncio.to_thread(self._thread.join)
 
     # --- engine thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, commands: SimpleQueue[_Command]) -> None:
         try:
-            while self._obey():
+            engine = self._make_engine()
+            self._call(self._came_up, engine)
+            while self._obey(engine, commands):
                 began = time.perf_counter()
-                if events := self.engine.step():
+                if events := engine.step():
                     self._call(self._deliver, _Step(began, events))
-        except Exception as error:
-            logger.exception("engine of model %s failed", self.name)
+        except BaseException as error:  # noqa: BLE001  who waits must hear of it, whatever it was
             self._call(self._break_down, error)
 
-    def _obey(self) -> bool:
+    def _obey(self, engine: EngineLike, commands: SimpleQueue[_Command]) -> bool:
         """Carry out what was commanded, waiting if there is nothing else to do; False: stop."""
         while True:
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                command = commands.get(block=not engine.has_work)
             except Empty:
                 return True
             if command.kind == "stop":
                 return False
             for work in command.works:
-                self._submit(work) if command.kind == "submit" else self.engine.cancel(work)
+                self._submit(engine, work) if command.kind == "submit" else engine.cancel(work)
 
-    def _submit(self, work: Work) -> None:
+    def _submit(self, engine: EngineLike, work: Work) -> None:
         try:
-            self.engine.submit(work)
+            engine.submit(work)
         except ValueError as error:
             self._call(self._refuse, work, error)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         assert self._loop
-        self._loop.call_soon_threadsafe(function, *args)
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *args)

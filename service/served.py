@@ -14,16 +14,26 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from model.cache import EncoderCache
+from model.cache import EncoderCache, RequestMemory
 from model.checkpoint import ModelError
+from model.config import EngineConfig, ModelSpec
 from model.engine import Engine
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
+from model.sequence import Decoding, FailureEvent
+from model.sequence import Sequence as Row
 from model.transformer import Transformer
 from seqserve.errors import NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
+from service.admission import Admission
+from service.defaults import default_decoding
+from service.figures import StepFigures
 from service.generation import Generator
+from service.hub import Location, directory_of
 from service.inspection import Inspector
-from service.runner import Runner, StepFigures
+from service.limits import within
+from service.rates import RestartBudget
+from service.runner import Runner
 from service.settings import Settings, engine_config
 from service.validation import shown
 from service.vocabulary import Side, Vocabulary
@@ -33,7 +43,13 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-EXPECTED_FAILURES = (ModelError, OSError, MemoryError, torch.OutOfMemoryError)
+EXPECTED_FAILURES = (
+    ModelError,
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    GenerationError,
+)
 """What loading raises for reasons that its message explains."""
 
 State = Literal["loading", "ready", "failed", "draining"]
@@ -47,16 +63,39 @@ class ServedModel:
     loaded: LoadedModel
     runner: Runner
     figures: StepFigures
-    encoder_cache: EncoderCache | None = None
 
     @classmethod
-    def start(cls, name: str, loaded: LoadedModel, settings: Settings) -> ServedModel:
-        """Give a model an engine and a thread. Call it on the event loop."""
+    async def start(
+        cls, name: str, loaded: LoadedModel, settings: Settings, on_end: Callable[[str], None]
+    ) -> ServedModel:
+        """Give a model a thread and an engine that has shown that it works.
+
+        Args:
+            on_end: told why, when its engine has broken down for good.
+
+        Raises:
+            ModelError: what it asks for by default could never run.
+            Exception: the model cannot generate.
+        """
+        check_default_beams(loaded.spec, settings)
+        loaded = within(loaded, settings)
         figures = StepFigures(settings.max_rows)
-        engine = Engine(loaded, engine_config(settings), figures.record)
-        runner = Runner(engine, settings.max_queue, name)
-        runner.start()
-        return cls(name, loaded, runner, figures, engine.encoder_cache)
+        config = engine_config(settings)
+
+        def make_engine() -> Engine:
+            warm_up(loaded, config)
+            return Engine(loaded, config, figures.record)
+
+        restarts = settings.max_restarts if settings.on_engine_failure == "restart" else 0
+        runner = Runner(
+            make_engine,
+            Admission(settings.max_queue, settings.max_queue_tokens),
+            name,
+            RestartBudget(restarts),
+            on_end,
+        )
+        await runner.start()
+        return cls(name, loaded, runner, figures)
 
     @cached_property
     def generator(self) -> Generator:
@@ -64,11 +103,7 @@ class ServedModel:
 
     @cached_property
     def inspector(self) -> Inspector:
-        network = cast("Transformer", self.loaded.network)
-        spec, generator = self.loaded.spec, self.generator
-        return Inspector(
-            spec, generator.source, generator.target, network.heads, generator.languages
-        )
+        return inspector_of(self.loaded, self.generator)
 
     def vocabulary(self, side: Side) -> Vocabulary:
         """The encoder's or the decoder's."""
@@ -78,32 +113,34 @@ class ServedModel:
     def state(self) -> State:
         if self.runner.broken:
             return "failed"
-        return "draining" if self.runner.draining else "ready"
+        if self.runner.draining:
+            return "draining"
+        return "ready" if self.runner.ready else "loading"
+
+    @property
+    def family(self) -> str:
+        return self.loaded.spec.family
+
+    @property
+    def device(self) -> str:
+        return str(self.loaded.device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.loaded.dtype).removeprefix("torch.")
 
     def info(self) -> ModelInfo:
         """What /info says of it."""
-        loaded, spec = self.loaded, self.loaded.spec
         return ModelInfo(
             name=self.name,
             state=self.state,
-            family=spec.family,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            parameters=loaded.parameters,
-            src_vocab_size=spec.src_vocab_size,
-            tgt_vocab_size=spec.tgt_vocab_size,
-            max_source_tokens=spec.max_src,
-            max_target_tokens=spec.max_tgt,
-            default_max_new_tokens=spec.default_max_new_tokens,
-            generation_defaults=spec.defaults.stated,
-            **languages_of(loaded),
-            source_is_target=spec.source_is_target,
-            source_tokenizer=loaded.source_tokenizer is not None,
-            target_tokenizer=loaded.target_tokenizer is not None,
-            waiting=self.runner.engine.waiting,
-            running=self.runner.engine.running,
+            device=self.device,
+            **facts_of(self.loaded),
+            waiting=self.runner.waiting,
+            running=self.runner.running,
+            restarts=self.runner.restarts,
             batches=batches(self.figures),
-            encoder_cache=cache_info(self.encoder_cache),
+            encoder_cache=cache_info(self.runner.encoder_cache),
         )
 
 
@@ -111,21 +148,22 @@ class Models:
     """All models of a server, in order; the first one is the default.
 
     Args:
-        directories: name -> directory of each model.
-        on_failure: called with the message when a model cannot be loaded.
+        locations: name -> where each model is.
+        on_failure: called with the message when a model cannot be loaded (where the settings do
+            not say to serve the others), or its engine has broken down for good.
         loaded: models that are in memory already, by name.
     """
 
     def __init__(
         self,
         settings: Settings,
-        directories: Mapping[str, Path],
+        locations: Mapping[str, Location],
         on_failure: Callable[[str], None],
         loaded: Mapping[str, LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self.failure: str | None = None
-        self._directories = directories
+        self._failures: dict[str, str] = {}  # name -> why it could not be loaded
+        self._locations = dict(locations)
         self._on_failure = on_failure
         self._loaded = dict(loaded or {})
         self._served: dict[str, ServedModel] = {}
@@ -133,7 +171,7 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        return list({**self._loaded, **self._directories})
+        return list({**self._loaded, **self._locations})
 
     @property
     def served(self) -> list[ServedModel]:
@@ -141,25 +179,47 @@ class Models:
         return list(self._served.values())
 
     async def load(self) -> None:
-        """Load one after the other, off the event loop; each answers as soon as it is there."""
-        for name, loaded in self._loaded.items():
-            self._served[name] = ServedModel.start(name, loaded, self.settings)
-        for name, directory in self._directories.items():
-            try:
-                loaded = await in_daemon_thread(
-                    load_model, directory, self.settings.device, self.settings.dtype
-                )
-                self._served[name] = ServedModel.start(name, loaded, self.settings)
-            except Exception as error:  # noqa: BLE001 - a server without its model must say so
-                self._fail(f"model {name}: {explain(error)}", error)
-                return
-            logger.info("model %s is ready", name)
+        """Load all side by side, off the event loop; each answers as soon as it is there."""
+        await asyncio.gather(*map(self._load, self.names))
 
-    def _fail(self, message: str, error: Exception) -> None:
-        if not isinstance(error, EXPECTED_FAILURES):
+    async def _load(self, name: str) -> None:
+        try:
+            loaded = self._loaded.get(name) or await self._read(name)
+            model = await ServedModel.start(name, loaded, self.settings, self._on_failure)
+        except Exception as error:  # noqa: BLE001 - a server without its model must say so
+            self._fail(name, error)
+            return
+        model.runner.draining = self.draining
+        self._served[name] = model
+        logger.info("model %s is ready", name)
+
+    async def _read(self, name: str) -> LoadedModel:
+        """A model from its directory, which is fetched first where it is on the Hub.
+
+        Raises:
+            HubError: it cannot be fetched; the message says why.
+            ModelError: it cannot be served; likewise.
+        """
+        directory = await in_daemon_thread(directory_of, self._locations[name])
+        self._locations[name] = directory
+        return await in_daemon_thread(
+            load_model, directory, self.settings.device, self.settings.dtype
+        )
+
+    def _fail(self, name: str, error: Exception) -> None:
+        expected = isinstance(error, EXPECTED_FAILURES)
+        if not expected:
             logger.error("unexpected error while loading", exc_info=error)
-        self.failure = message
-        self._on_failure(message)
+        message = explain(error)
+        self._failures[name] = (
+            without_path(message, self._locations.get(name))
+            if expected
+            else "unexpected error; the server's log has the details"
+        )
+        if self.settings.on_load_failure == "serve":
+            logger.error("model %s: %s", name, message)
+        else:
+            self._on_failure(f"model {name}: {message}")
 
     def get(self, name: str | None) -> ServedModel:
         """The model that a request asks for.
@@ -175,7 +235,8 @@ class Models:
                 f"there is no model {shown(wanted)}; there are: {', '.join(names)}", "model"
             )
         if wanted not in self._served:
-            raise UnavailableError(f"model {wanted} is {self._missing()}", retry_after=1)
+            coming = wanted not in self._failures
+            raise UnavailableError(self._why_not(wanted), retry_after=1 if coming else None)
         return self._served[wanted]
 
     def check_ready(self) -> None:
@@ -188,16 +249,17 @@ class Models:
             raise UnavailableError("the server is shutting down")
         if any(model.runner.ready for model in self.served):
             return
-        if self._served:
-            raise UnavailableError("the model has failed; the server's log has the details")
-        raise UnavailableError(f"the model is {self._missing()}")
+        raise UnavailableError("; ".join(map(self._why_not, self.names)))
 
     def info(self) -> list[ModelInfo]:
-        state: State = "failed" if self.failure else "loading"
-        return [
-            self._served[name].info() if name in self._served else ModelInfo(name=name, state=state)
-            for name in self.names
-        ]
+        return [self._info(name) for name in self.names]
+
+    def _info(self, name: str) -> ModelInfo:
+        if name in self._served:
+            return self._served[name].info()
+        if name in self._failures:
+            return ModelInfo(name=name, state="failed", error=self._failures[name])
+        return ModelInfo(name=name, state="loading")
 
     async def drain(self, grace: float) -> bool:
         """Accept nothing more; wait for what runs. False if the grace period was too short."""
@@ -213,8 +275,44 @@ class Models:
         """End all engine threads."""
         await asyncio.gather(*(model.runner.stop() for model in self.served))
 
-    def _missing(self) -> str:
-        return f"not loaded: {self.failure}" if self.failure else "still loading"
+    def _why_not(self, name: str) -> str:
+        """Why a model does not answer."""
+        if name in self._failures:
+            return f"model {name} is not loaded: {self._failures[name]}"
+        if name not in self._served:
+            return f"model {name} is still loading"
+        broken = self._served[name].runner.broken
+        return f"model {name} has failed" if broken else f"model {name} is being restarted"
+
+
+def warm_up(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Generate two tokens with an engine of its own, whose figures and caches nobody sees.
+
+    Raises:
+        Exception: what would fail a request.
+    """
+    spec = loaded.spec
+    engine = Engine(loaded, config)
+    token = next(token for token in range(spec.src_vocab_size) if token != spec.pad_id)
+    engine.submit(Row([token], list(spec.decoder_start_ids), Decoding(max_new_tokens=2)))
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, FailureEvent):
+                raise event.error
+
+
+def check_default_beams(spec: ModelSpec, settings: Settings) -> None:
+    """Refuse a model whose every request without parameters would be refused.
+
+    Raises:
+        ModelError: its own `num_beams` are more than there are rows.
+    """
+    beams = spec.defaults.num_beams or 1
+    if beams > settings.max_rows:
+        raise ModelError(
+            f"num_beams of its generation_config.json or config.json is {beams}, but max_rows is "
+            f"{settings.max_rows}: a search's beams are rows, so raise max_rows or lower num_beams"
+        )
 
 
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -254,13 +352,54 @@ def generator_of(loaded: LoadedModel) -> Generator:
     )
 
 
-def languages_of(loaded: LoadedModel) -> dict[str, Any]:
-    """What /info and `seqserve info` say of a model's languages."""
-    languages = loaded.languages
+def tasks_of(spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """The tasks that can be served."""
+    return {name: task.stated for name, task in spec.tasks.items() if not task.fault}
+
+
+def inspector_of(loaded: LoadedModel, generator: Generator) -> Inspector:
+    """What plans and answers /logits, /next, /score, /attention and /tokenize for a model."""
+    network = cast("Transformer", loaded.network)
+    return Inspector(
+        loaded.spec, generator.source, generator.target, network.heads, generator.languages
+    )
+
+
+def facts_of(loaded: LoadedModel) -> dict[str, Any]:
+    """What /info and `seqserve info` say of a model."""
+    spec, languages = loaded.spec, loaded.languages
     return {
+        "family": spec.family,
+        "parameters": loaded.parameters,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "src_vocab_size": spec.src_vocab_size,
+        "tgt_vocab_size": spec.tgt_vocab_size,
+        "max_source_tokens": spec.max_src,
+        "max_target_tokens": spec.max_tgt,
+        "decoder_start_ids": list(spec.decoder_start_ids),
+        "eos_token_id": spec.eos_id,
+        "tasks": tasks_of(spec),
+        "default_decoding": default_decoding(spec.defaults),
+        "default_max_new_tokens": spec.default_max_new_tokens,
+        "generation_defaults": spec.defaults.stated,
         "languages": list(languages.ids) if languages else [],
         "default_src_lang": languages.default_src if languages else None,
         "default_tgt_lang": languages.default_tgt if languages else None,
+        "source_is_target": spec.source_is_target,
+        "source_tokenizer": loaded.source_tokenizer is not None,
+        "target_tokenizer": loaded.target_tokenizer is not None,
+        **_memory_of(loaded),
+    }
+
+
+def _memory_of(loaded: LoadedModel) -> dict[str, int]:
+    if loaded.spec.source_is_target:  # nothing is kept: each new token changes the source
+        return {}
+    memory = RequestMemory.of(cast("Transformer", loaded.network), loaded.spec)
+    return {
+        "cache_bytes_per_source_token": memory.per_source_token,
+        "cache_bytes_per_target_token": memory.per_target_token,
+        "cache_bytes_per_request": memory.longest,
     }
 
 
@@ -293,3 +432,10 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory while loading; try --dtype bfloat16 or another --device"
     return str(error) or type(error).__name__
+
+
+def without_path(message: str, location: Location | None) -> str:
+    """A message about a model directory that does not tell where it is."""
+    for path in (location, location.resolve()) if isinstance(location, Path) else ():
+        message = message.replace(f"{path}/", "").replace(str(path), "its directory")
+    return message

@@ -15,9 +15,12 @@ import uvicorn
 
 from seqserve import __version__
 from service.app import create_app
+from service.logs import configure_logging
+from service.protocol import Protocol
 from service.served import Models
 from service.settings import Settings
 from service.sockets import url
+from service.tracing import TracingError, exporting_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +92,16 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     """Serve until a signal comes.
 
     Returns:
-        why it ended, if it was for a model that cannot be loaded.
+        why it ended, if it was for a model that cannot be loaded or traces that cannot be sent.
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        tracer = exporting_tracer() if settings.tracing else None
+    except TracingError as error:
+        return str(error)
     server: Server | None = None
 
     def fail(message: str) -> None:
@@ -104,9 +109,11 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
         server.fail(message)
 
     config = uvicorn.Config(
-        create_app(settings, on_failure=fail),
+        create_app(settings, on_failure=fail, tracer=tracer),
+        http=Protocol,
         log_level=settings.log_level,
         log_config=None,  # all messages go through the one handler above
+        access_log=False,  # the application tells of each request, with more
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=CLOSING_SECONDS,
@@ -114,4 +121,6 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     server = Server(config, settings)
     with contextlib.suppress(KeyboardInterrupt):
         server.run([listener])
+    if tracer:
+        tracer.close()
     return server.failure

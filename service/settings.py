@@ -6,39 +6,64 @@ description is the option's help and stands in docs/settings.md.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import EngineConfig
 from seqserve.schemas import TIMEOUT_LIMIT
+from service.hub import Location, locate
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#,\s]+")
+"""As browsers send it: scheme, host and port only."""
+
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):
     """Settings of `seqserve serve`. The command line wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SEQSERVE_", extra="forbid", frozen=True, env_ignore_empty=True
+        env_prefix="SEQSERVE_",
+        extra="forbid",
+        frozen=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,  # it may be a key
     )
 
     # NoDecode: the variable is a comma-separated list, not JSON.
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         (str(DEFAULT_MODEL),),
         min_length=1,
-        description="Models to serve, each NAME=DIR or DIR (its last part is then the name). The "
-        "first answers requests that name none. Repeat the option; separate by commas in the "
-        "variable.",
+        description="Models to serve, each NAME=DIR or DIR (its last part is then the name); "
+        "instead of DIR also ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub. The first "
+        "answers requests that name none. Repeat the option; separate by commas in the variable.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is all of them.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     root_path: str = Field(
         "", description="Path under which a proxy publishes the server, such as /seqserve."
+    )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="API keys that are accepted, separated by commas. Only a variable: others can "
+        "read a process's command line.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File of API keys that are accepted, one a line; empty lines and lines that "
+        "begin with # do not count. It is read once, at the start.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Origins whose pages a browser lets call the server, such as "
+        "https://app.example.org; * is any. Repeat the option; separate by commas in the variable.",
     )
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto takes CUDA when there is one."
@@ -79,12 +104,44 @@ class Settings(BaseSettings):
         ge=1,
         description="Inputs accepted and not yet answered, for each model; more get status 429.",
     )
+    max_queue_tokens: int = Field(
+        4 * 1024 * 1024,
+        ge=1,
+        description="Source, prefix and new tokens that inputs accepted and not yet answered may "
+        "come to, for each model; more get status 429.",
+    )
     max_return_sequences: int = Field(
-        64, ge=1, description="`num_return_sequences` of one input, at most"
+        64, ge=1, description="num_return_sequences of one input, at most."
+    )
+    max_beams: int = Field(
+        64, ge=1, description="num_beams of one input, at most; never more than max_rows."
+    )
+    max_source_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Source tokens of one input, where that is less than the model takes.",
+    )
+    max_target_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Target tokens of one answer (decoder start, prefix and new ones), where that "
+        "is less than the model takes.",
+    )
+    max_characters: int = Field(
+        100_000,
+        ge=1,
+        description="Characters of one text; a longer one is refused before it is tokenised.",
     )
     max_inputs: int = Field(1024, ge=1, description="Inputs (or targets) of one request.")
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Size of a request's body; more gets status 413."
+    )
+    receive_timeout: float = Field(
+        30.0,
+        gt=0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds in which a request's head, and then its body, must have come; slower "
+        "ones get status 408.",
     )
     max_json_values: int = Field(
         1_000_000,
@@ -109,13 +166,46 @@ class Settings(BaseSettings):
         le=TIMEOUT_LIMIT,
         description="Seconds that running requests get to finish after SIGTERM.",
     )
+    on_load_failure: Literal["exit", "serve"] = Field(
+        "exit",
+        description="When a model cannot be loaded: exit, or serve the others and answer requests "
+        "for it with status 503.",
+    )
+    on_engine_failure: Literal["restart", "exit"] = Field(
+        "restart",
+        description="When an engine breaks down: restart it from the weights in memory, or exit "
+        "with a status that is not 0.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a model's engine within ten minutes; instead of one more the "
+        "server exits.",
+    )
     log_level: LogLevel = Field("info", description="debug, info, warning or error.")
+    log_format: LogFormat = Field("text", description="text, or json: an object a line.")
+    tracing: bool = Field(
+        False,
+        description="Send OpenTelemetry traces with OTLP; OTEL_EXPORTER_OTLP_ENDPOINT and its like "
+        "say where to. Needs the extra otel.",
+    )
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins must be * or origins such as https://app.example.org, "
+                    f"without a path, got {origin!r}"
+                )
         return value
 
     @field_validator("root_path")
@@ -133,33 +223,43 @@ class Settings(BaseSettings):
         return self
 
     @property
-    def directories(self) -> dict[str, Path]:
-        """Name of each model -> its directory, in order.
+    def beam_limit(self) -> tuple[str, int]:
+        """Which setting limits num_beams, and its value: all beams of an input are rows."""
+        if self.max_rows < self.max_beams:
+            return "max_rows", self.max_rows
+        return "max_beams", self.max_beams
+
+    @property
+    def locations(self) -> dict[str, Location]:
+        """Name of each model -> where it is, in order.
 
         Raises:
             ValueError: a name is empty or used twice.
         """
-        found: dict[str, Path] = {}
+        found: dict[str, Location] = {}
         for model in self.models:
-            name, directory = named_directory(model)
+            name, location = named_model(model)
             if name in found:
                 raise ValueError(f"two models are called {name!r}; name them with NAME=DIR")
-            found[name] = directory
+            found[name] = location
         return found
 
 
-def named_directory(text: str) -> tuple[str, Path]:
-    """`NAME=DIR` or `DIR` -> name and directory.
+def named_model(text: str) -> tuple[str, Location]:
+    """`NAME=DIR` or `DIR`, or likewise with a model's id on the Hub -> name and location.
 
     Raises:
         ValueError: either is empty.
     """
-    name, equals, directory = text.partition("=")
-    if not equals or "/" in name:  # a directory whose path has "=" in it
-        name, directory = Path(text).resolve().name, text
-    if not name or not directory:
+    name, equals, place = text.partition("=")
+    named = bool(equals) and "/" not in name  # a directory's path may have "=" in it
+    place = place if named else text
+    location = locate(place)
+    if not named:
+        name = location.resolve().name if isinstance(location, Path) else location.name
+    if not name or not place:
         raise ValueError(f"a model must be NAME=DIR or DIR, got {text!r}")
-    return name, Path(directory).expanduser()
+    return name, location
 
 
 def engine_config(settings: Settings) -> EngineConfig:

@@ -38,6 +38,9 @@ EXPECTED = {
 }
 """pydantic's error type -> what the value must be."""
 
+LENGTHS = {"too_long": "entries", "string_too_long": "characters"}
+"""pydantic's error type -> what there is too much of."""
+
 
 def parse_json(body: bytes) -> Any:
     """Strict JSON: no NaN or Infinity, no lone surrogates, valid UTF-8.
@@ -71,6 +74,10 @@ def describe(
         return InvalidRequestError(f"{place} is missing", place)
     if error["type"] == "extra_forbidden":
         return _unknown(path(keys[:-1]), str(keys[-1]), error["input"], _model_at(body, keys[:-1]))
+    if error["type"] in LENGTHS:
+        unit, limit = LENGTHS[error["type"]], error["ctx"]["max_length"]
+        got = error["ctx"].get("actual_length") or len(error["input"])
+        return InvalidRequestError(f"{place} must have at most {limit} {unit}, got {got}", place)
     requirement = _requirement(error, field_at(body, keys), keys)
     message = f"{place or 'the body'} must be {requirement}, got {shown(error['input'])}"
     return InvalidRequestError(message, place or None)

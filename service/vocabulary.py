@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -155,28 +155,42 @@ def read_sources(
             longer than the model takes.
     """
     if texts is None:
-        encoded, around = list(id_lists), [NOTHING] * len(id_lists)
-        for ids, place in zip(encoded, places, strict=True):
+        encoded, around = iter(id_lists), [NOTHING] * len(id_lists)
+        for ids, place in zip(id_lists, places, strict=True):
             vocabulary.check(ids, place)
     else:
-        encoded = encode_sources(vocabulary, texts, frames)
+        encoded = _encoded_in_turn(vocabulary, texts, frames or [None] * len(texts))
         around = [frame or vocabulary.around for frame in frames or [None] * len(texts)]
     sources = []
-    lengths = truncate or [None] * len(encoded)
+    lengths = truncate or [None] * len(places)
     for ids, frame, length, place in zip(encoded, around, lengths, places, strict=True):
         cut = cut_source(ids, frame.tail, length)
-        sources.append(
-            Source(
-                cut,
-                place,
-                blank=ids == [*frame.head, *frame.tail],
-                truncated=len(cut) < len(ids),
-                unknown=_unknown(cut, spec),
-            )
+        source = Source(
+            cut,
+            place,
+            blank=ids == [*frame.head, *frame.tail],
+            truncated=len(cut) < len(ids),
+            unknown=_unknown(cut, spec),
         )
-    for source in sources:
         _check_length(source, spec, "; parameters.truncate cuts it" if truncate else "")
+        sources.append(source)
     return sources
+
+
+ENCODED_AT_ONCE = 64 * 1024
+"""Characters."""
+
+
+def _encoded_in_turn(
+    vocabulary: Vocabulary, texts: Sequence[str], frames: Sequence[Frame | None]
+) -> Iterator[list[int]]:
+    """Ids of each text, a few texts at a time: those behind one that is refused cost nothing."""
+    begin = size = 0
+    for end, text in enumerate(texts, start=1):
+        size += len(text)
+        if size >= ENCODED_AT_ONCE or end == len(texts):
+            yield from encode_sources(vocabulary, texts[begin:end], frames[begin:end])
+            begin, size = end, 0
 
 
 NOTHING = Frame([], [])
@@ -198,7 +212,7 @@ def _check_length(source: Source, spec: ModelSpec, hint: str) -> None:
     if len(source.ids) > spec.max_src:
         raise InvalidRequestError(
             f"{source.place} has {len(source.ids)} tokens, the model takes at most "
-            f"{spec.max_src}{hint}",
+            f"{spec.max_src} (max_source_tokens){hint}",
             source.place,
         )
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from model.config import EngineConfig
 from model.engine import StepTrace
+from model.faults import GenerationError
 from model.sequence import (
     Decoding,
     Event,
@@ -102,7 +103,7 @@ class FakeEngine:
     def _advance(self, row: Sequence) -> Event:
         if row.src[0] in self.poison or len(row.tokens) == self.fail_after:
             self._rows.remove(row)
-            return FailureEvent(row, RuntimeError("logits are not finite"))
+            return FailureEvent(row, GenerationError("logits are not finite"))
         token = len(row.tokens) + 1
         row.tokens.append(token)
         if token == row.decoding.max_new_tokens:

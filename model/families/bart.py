@@ -28,6 +28,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import nn
 
+from model.byte_level import byte_level
 from model.checkpoint import ModelError
 from model.layers import Embedding, LayerNorm, LearnedPositions, PostNorm, PreNorm
 from model.loader import Blueprint, read_config
@@ -40,6 +41,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -53,6 +55,8 @@ from model.tokenizer import BOS, EOS, PAD, UNK, JsonTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("bart", "mbart")
+
+PREFIX = "model."
 
 OFFSET = 2
 """The row of position 0."""
@@ -105,7 +109,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, variant, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (size, shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (size, shape.d_model)),
         copies=tables.copies,
     )
 
@@ -166,7 +170,7 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         both: Tokenizer = json_tokenizer(directory / "tokenizer.json")
         return both, both
     if (directory / "sentencepiece.bpe.model").exists():
-        both = fairseq_tokenizer(directory / "sentencepiece.bpe.model")
+        both = fairseq_tokenizer(directory / "sentencepiece.bpe.model", "MBartTokenizer")
         return both, both
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
         both = byte_level(directory / "vocab.json", directory / "merges.txt")
@@ -174,25 +178,6 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     if "grapheme_chars" in config and "phoneme_chars" in config:
         return by_character(config, "grapheme_chars"), by_character(config, "phoneme_chars")
     return None, None
-
-
-def byte_level(vocab: Path, merges: Path) -> JsonTokenizer:
-    """BART's byte-level BPE: `<s> ... </s>`."""
-    try:
-        backend = backends.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{vocab}: not a byte-level vocabulary: {error}") from error
-    special = [token for token in (BOS, PAD, EOS, UNK) if backend.token_to_id(token) is not None]
-    backend.add_special_tokens([*special, backends.AddedToken("<mask>", lstrip=True)])
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    ids = {token: backend.token_to_id(token) for token in (BOS, EOS)}
-    if None in ids.values():
-        raise ValueError(f"{vocab}: {BOS} and {EOS} must be in the vocabulary")
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A {EOS}", special_tokens=list(ids.items())
-    )
-    return JsonTokenizer(backend)
 
 
 def by_character(config: Mapping[str, Any], key: str) -> JsonTokenizer:

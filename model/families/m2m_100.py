@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint import ModelError
+from model.languages import codes_among
 from model.layers import Embedding, FixedPositions, LayerNorm, PreNorm
 from model.loader import Blueprint, read_object
 from model.multilingual import (
     M2M100,
     PieceTokenizer,
+    added_tokens,
     convention_of,
     fairseq_tokenizer,
     json_tokenizer,
@@ -46,6 +48,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -59,6 +62,8 @@ from model.tokenizer import BOS, EOS, PAD, UNK, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("m2m_100",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=1, bos=0, eos=2, start=2, forced_eos=None)
 """Where `config.json` names none."""
@@ -86,7 +91,7 @@ def blueprint(
     tables = Tables.find(shapes, one_vocabulary=True, tied=shape.tie_word_embeddings)
     with torch.device("meta"):
         network = build(shape, tables, spec.pad_id)
-    ignored = dict.fromkeys(tables.unused, (size, shape.d_model))
+    ignored = ignored_tensors(shapes, tables, (size, shape.d_model))
     rows = {name: shapes[name][0] for name in OLD_POSITIONS if name in shapes}
     return Blueprint(
         network=network,
@@ -187,7 +192,7 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     elif pieces.exists() and vocab.exists():
         both = by_pieces(pieces, vocab)
     elif pieces.exists():
-        both = fairseq_tokenizer(pieces)
+        both = fairseq_tokenizer(pieces, "NllbTokenizer")
     return both, both
 
 
@@ -205,7 +210,10 @@ def by_pieces(path: Path, vocab: Path) -> PieceTokenizer:
             f"{', '.join(CODES)}, got {kind!r}"
         )
     ids = {code: len(vocabulary) + i for i, code in enumerate(CODES[kind].split())}
-    languages = speak(convention_of(settings) or M2M100, ids, vocabulary[EOS], settings)
+    added = added_tokens(path.parent, vocabulary)
+    names = {**{f"__{code}__": id for code, id in ids.items()}, **added.special}
+    convention = convention_of(settings) or M2M100
+    ids = codes_among(names.items(), convention.pattern)
+    languages = speak(convention, ids, vocabulary[EOS], settings)
     special = [vocabulary[token] for token in (PAD, BOS, EOS, UNK) if token in vocabulary]
-    names = {f"__{code}__": id for code, id in ids.items()}
-    return PieceTokenizer(path, vocabulary, special, languages, names)
+    return PieceTokenizer(path, vocabulary, special, languages, names, added)

@@ -20,17 +20,19 @@ What differs from the paper's Transformer:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import tokenizers as backends
 import torch
 from torch import nn
 
 from model.checkpoint import ModelError
-from model.languages import Languages
+from model.languages import Languages, codes_among
 from model.layers import (
     Embedding,
     FixedPositions,
@@ -39,6 +41,7 @@ from model.layers import (
     halved_sinusoidal_table,
 )
 from model.loader import Blueprint, read_object
+from model.multilingual import added_tokens, need_ids
 from model.pretrained import (
     Options,
     Shape,
@@ -47,6 +50,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     read_shape,
     read_spec,
@@ -55,10 +59,20 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import EOS, PAD, UNK, SentencePieceTokenizer, Tokenizer
+from model.tokenizer import (
+    EOS,
+    PAD,
+    UNK,
+    AddedTokens,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("marian",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=58100, bos=None, eos=0, start=58100, forced_eos=0)
 """Where `config.json` names none; they are those of the first published models."""
@@ -94,7 +108,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (sizes[0], shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (sizes[0], shape.d_model)),
         copies=tables.copies,
     )
 
@@ -147,36 +161,43 @@ class MarianTokenizer:
         cutter: SentencePiece model of the texts.
         speller: SentencePiece model that joins pieces again.
         vocabulary: piece -> id.
+        languages: that a source may name. On the target side a code is text, if it ever occurs.
+        added: to the vocabulary, later.
     """
 
     suffix = ".json"
-    languages: Languages | None = None  # a code is part of the text
 
     def __init__(
         self,
         cutter: sentencepiece.SentencePieceProcessor,
         speller: sentencepiece.SentencePieceProcessor,
         vocabulary: Mapping[str, int],
+        languages: Languages | None = None,
+        added: AddedTokens | None = None,
     ) -> None:
+        self.languages = languages
+        self.added = added or AddedTokens()
         self.cutter = cutter
         self.speller = speller
         self.vocabulary = vocabulary
         self.unk_id = vocabulary[UNK]
         self._eos = vocabulary[EOS]
         self._special = {vocabulary[token] for token in (PAD, EOS, UNK) if token in vocabulary}
+        self._unsaid = self._special | set(self.added.special.values())
 
     @cached_property
     def pieces(self) -> dict[int, str]:
-        return {id: piece for piece, id in self.vocabulary.items()}
+        return {id: piece for piece, id in self.vocabulary.items()} | self.added.names
 
     @property
     def vocab_size(self) -> int:
-        return max(self.vocabulary.values()) + 1
+        return max(self.pieces) + 1
 
     def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
-        return [self._ids(text) + ([self._eos] if framed else []) for text in texts]
+        end = [self._eos] if framed else []
+        return [[*self.added.encode(text, self._cut), *end] for text in texts]
 
-    def _ids(self, text: str) -> list[int]:
+    def _cut(self, text: str) -> list[int]:
         code, text = split_language_code(text)
         pieces: list[str] = self.cutter.encode(text, out_type=str)
         ids = [self.vocabulary.get(piece, self.unk_id) for piece in [*code, *pieces]]
@@ -184,7 +205,7 @@ class MarianTokenizer:
         return [self.unk_id if id in self._special else id for id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = [self.pieces[id] for id in ids if id not in self._special and id in self.pieces]
+        pieces = [self.pieces[id] for id in ids if id not in self._unsaid and id in self.pieces]
         text: str = self.speller.decode_pieces(pieces)
         return text.replace("▁", " ").strip()
 
@@ -197,36 +218,89 @@ class MarianTokenizer:
         path.write_text(json.dumps(self.vocabulary, ensure_ascii=False), encoding="utf-8")
 
 
+class JsonMarianTokenizer(JsonTokenizer):
+    """A `tokenizer.json` of a Marian model, which does not know of leading language codes."""
+
+    def __init__(self, backend: backends.Tokenizer, languages: Languages | None = None) -> None:
+        super().__init__(backend)  # elsewhere in a text, a code is what the file makes of it
+        self.languages = languages
+
+    def encode(self, texts: Sequence[str], *, framed: bool = True) -> list[list[int]]:
+        split = [split_language_code(text) for text in texts]
+        encoded = super().encode([rest for _, rest in split], framed=framed)
+        return [[*self._code(code), *ids] for (code, _), ids in zip(split, encoded, strict=True)]
+
+    def _code(self, code: Sequence[str]) -> Iterator[int]:
+        for token in code:
+            id = self.backend.token_to_id(token)
+            known = self.unk_id if id is None else id
+            if known is not None:
+                yield known
+
+
+WRITTEN = re.compile(r">>(.*?)<<", re.DOTALL)
+"""A language of the target, as a source begins with it; its group is the code."""
+
+
 def split_language_code(text: str) -> tuple[list[str], str]:
     """A leading `>>xxx<<`, if there is one, and the rest.
 
     >>> split_language_code(">>fra<< Good morning")
     (['>>fra<<'], ' Good morning')
     """
-    if text.startswith(">>") and (end := text.find("<<")) != -1:
-        return [text[: end + 2]], text[end + 2 :]
-    return [], text
+    found = WRITTEN.match(text)
+    return ([found[0]], text[found.end() :]) if found else ([], text)
+
+
+def languages_among(vocabulary: Mapping[str, int]) -> Languages | None:
+    """The targets that a source may name; None for a model of one target."""
+    ids = codes_among(vocabulary.items(), WRITTEN)
+    if not ids:
+        return None
+    return Languages(
+        ids=ids,
+        eos_id=vocabulary[EOS],
+        before=True,
+        source_names="tgt_lang",
+        target="none",
+        aliases={f">>{code}<<": code for code in ids},
+        written=WRITTEN,
+    )
 
 
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     """See `model.loader.Family.tokenizers`: `source.spm`, `target.spm`, `vocab.json`.
 
-    Where source and target have their own vocabularies, the target's is `target_vocab.json`.
+    Where source and target have their own vocabularies, the target's is `target_vocab.json`. A
+    `tokenizer.json` serves both sides of directories that lack one of those files.
     """
     files = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
     if not all(path.exists() for path in files):
-        return None, None
+        path = directory / "tokenizer.json"
+        return by_json(path) if path.exists() else (None, None)
     source, target = (SentencePieceTokenizer.load(path).backend for path in files[:2])
     vocabulary = read_vocabulary(files[2])
+    added = added_tokens(directory, vocabulary)
+    languages = languages_among({**vocabulary, **added.ids, **added.special})
+    encoder = MarianTokenizer(source, source, vocabulary, languages, added)
     target_file = directory / "target_vocab.json"
     if target_file.exists():
-        own = read_vocabulary(target_file)
-        return MarianTokenizer(source, target, vocabulary), MarianTokenizer(target, target, own)
+        return encoder, MarianTokenizer(target, target, read_vocabulary(target_file))
     # One vocabulary: the reference joins pieces with the source's model, on both sides.
-    return (
-        MarianTokenizer(source, source, vocabulary),
-        MarianTokenizer(target, source, vocabulary),
-    )
+    return encoder, MarianTokenizer(target, source, vocabulary, added=added)
+
+
+def by_json(path: Path) -> tuple[Tokenizer, Tokenizer]:
+    """Both sides' tokenizers of a `tokenizer.json`.
+
+    Raises:
+        ValueError: the file holds no tokenizer.
+        ModelError: it lacks `</s>` or `<unk>`.
+    """
+    target = JsonMarianTokenizer.load(path)
+    vocabulary = target.backend.get_vocab()
+    need_ids(path, vocabulary, EOS, UNK)
+    return JsonMarianTokenizer(target.backend, languages_among(vocabulary)), target
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
@@ -238,6 +312,5 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     vocabulary = read_object(path)
     if not all(isinstance(id, int) and id >= 0 for id in vocabulary.values()):
         raise ModelError(f"{path}: expected tokens with their ids")
-    if missing := [token for token in (EOS, UNK) if token not in vocabulary]:
-        raise ModelError(f"{path}: {' and '.join(missing)} must be in the vocabulary")
+    need_ids(path, vocabulary, EOS, UNK)
     return vocabulary

@@ -9,6 +9,7 @@ What differs from the paper's Transformer:
   may hold them; then they are read, otherwise computed.
 - One token table for both sides and the output, with a bias on the logits, `final_logits_bias`.
 - The decoder starts with `<pad>`.
+- SentencePiece's ids are 103 higher here: what is below are special tokens, see `by_pieces`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from model.layers import (
     halved_sinusoidal_table,
 )
 from model.loader import Blueprint
+from model.multilingual import PieceTokenizer, added_tokens, need_ids, read_settings
 from model.pretrained import (
     Options,
     Shape,
@@ -37,6 +39,7 @@ from model.pretrained import (
     Tables,
     decoder_layers,
     encoder_layers,
+    ignored_tensors,
     output_layer,
     pair,
     read_shape,
@@ -46,10 +49,12 @@ from model.pretrained import (
     token_tables,
 )
 from model.steppers import CachedStepper
-from model.tokenizer import JsonTokenizer, Tokenizer
+from model.tokenizer import EOS, PAD, UNK, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from model.transformer import Decoder, Encoder, Transformer
 
 MODEL_TYPES = ("pegasus",)
+
+PREFIX = "model."
 
 TOKENS = SpecialTokens(pad=0, bos=None, eos=1, start=0, forced_eos=1)
 """Where `config.json` names none."""
@@ -77,7 +82,7 @@ def blueprint(
         spec=spec,
         names=tensor_names(shape, network, tables),
         stepper=partial(CachedStepper, network, spec),
-        ignored=dict.fromkeys(tables.unused, (size, shape.d_model)),
+        ignored=ignored_tensors(shapes, tables, (size, shape.d_model)),
         copies=tables.copies,
     )
 
@@ -117,7 +122,39 @@ def _positions(side: str) -> str:
 
 
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
-    """See `model.loader.Family.tokenizers`: `tokenizer.json`, for both sides."""
-    path = directory / "tokenizer.json"
-    both = JsonTokenizer.load(path) if path.exists() else None
+    """See `model.loader.Family.tokenizers`: `tokenizer.json` or `spiece.model`, for both sides."""
+    path, pieces = directory / "tokenizer.json", directory / "spiece.model"
+    both: Tokenizer | None = None
+    if path.exists():
+        both = JsonTokenizer.load(path)
+    elif pieces.exists():
+        both = by_pieces(pieces)
     return both, both
+
+
+OFFSET = 103
+"""How much higher ids are than SentencePiece's, unless `tokenizer_config.json` says otherwise."""
+
+
+def by_pieces(path: Path) -> PieceTokenizer:
+    """Pegasus' own: `<pad>`, `</s>`, the tokens of its pretraining, and pieces.
+
+    Pretraining hid sentences behind `<mask_1>`, words behind `<mask_2>`; `<unk_2>` and so on were
+    never used. No text has any of them.
+
+    Raises:
+        ValueError: the file holds no SentencePiece model.
+        ModelError: `offset` is no number of ids.
+    """
+    settings = Options(read_settings(path.parent), str(path.parent / "tokenizer_config.json"))
+    offset = settings.integer("offset", OFFSET)
+    pieces = SentencePieceTokenizer.load(path)
+    vocabulary = {PAD: 0, EOS: 1}
+    vocabulary |= {pieces.token(id): id + offset for id in range(2, pieces.vocab_size)}
+    need_ids(path, vocabulary, UNK)
+    unused = [f"<unk_{i}>" for i in range(2, offset)]
+    hidden = ["<mask_1>", "<mask_2>", *unused] if offset else []
+    names = {token: 2 + i for i, token in enumerate(hidden)}
+    special = [vocabulary[token] for token in (PAD, EOS, UNK)]
+    added = added_tokens(path.parent, {**vocabulary, **names})
+    return PieceTokenizer(path, vocabulary, special, None, names, added)

@@ -38,6 +38,8 @@ from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Tran
 
 MODEL_TYPES = ("seqserve",)
 
+PREFIX = ""
+
 
 @dataclass(frozen=True)
 class TransformerConfig:

@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.byte_level import byte_level
 from model.checkpoint import ModelError
 from model.languages import Languages
 from model.layers import (
@@ -60,6 +61,8 @@ from model.tokenizer import EOS, PAD, UNK, JsonTokenizer, SentencePieceTokenizer
 from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Transformer
 
 MODEL_TYPES = ("t5", "mt5")
+
+PREFIX = ""
 
 MAX_LENGTH = 4096
 """Tokens of a source, and of a target. The architecture has no such limit, but the bias takes
@@ -322,8 +325,9 @@ SENTINEL = re.compile(r"(<extra_id_\d+>)")
 def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
     """See `model.loader.Family.tokenizers`, one for both sides.
 
-    In order of preference: `tokenizer.json`; `spiece.model`; bytes, where `tokenizer_config.json`
-    or `config.json` name ByT5's tokenizer, which has no file.
+    In order of preference: `tokenizer.json`; `spiece.model`; `vocab.json` with `merges.txt`, as
+    models of programs have it (CodeT5), whose sentinels are added tokens; bytes, where
+    `tokenizer_config.json` or `config.json` name ByT5's tokenizer, which has no file.
     """
     if (directory / "tokenizer.json").exists():
         both: Tokenizer = JsonSentinelTokenizer.load(directory / "tokenizer.json")
@@ -336,6 +340,10 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         extra = Options(config).integer("extra_ids", 0 if config["model_type"] == "mt5" else 100)
         inner = SentencePieceTokenizer.load(directory / "spiece.model")
         both = SentinelTokenizer(inner, sentinel_ids(inner.vocab_size, extra, falling=True))
+        return both, both
+    if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
+        cutter = byte_level(directory / "vocab.json", directory / "merges.txt")
+        both = JsonSentinelTokenizer.of(json.loads(cutter.backend.to_str()))
         return both, both
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         # Later releases write 0, but mean the 125 that have always been there.
@@ -369,12 +377,17 @@ class JsonSentinelTokenizer(JsonTokenizer):
         """Raises ValueError where the file holds no tokenizer."""
         contents = read_object(path)
         try:
-            for token in contents.get("added_tokens") or ():
-                if SENTINEL.fullmatch(token["content"]):
-                    token["special"] = False  # the library finds all special ones or none
-            return cls(backends.Tokenizer.from_str(json.dumps(contents)))
+            return cls.of(contents)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path}: not a tokenizer: {error}") from error
+
+    @classmethod
+    def of(cls, contents: Mapping[str, Any]) -> JsonSentinelTokenizer:
+        """The tokenizer that such a file describes."""
+        for token in contents.get("added_tokens") or ():
+            if SENTINEL.fullmatch(token["content"]):
+                token["special"] = False  # the library finds all special ones or none
+        return cls(backends.Tokenizer.from_str(json.dumps(contents)))
 
     def decode(self, ids: Sequence[int]) -> str:
         return super().decode([id for id in ids if id not in self._sentinels])

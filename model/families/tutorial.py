@@ -46,6 +46,8 @@ from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Tran
 
 MODEL_TYPES = ("tutorial",)
 
+PREFIX = ""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 NO_PADDING = -1

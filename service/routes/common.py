@@ -10,14 +10,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
-from service.runner import Ticket, Work, work_of
+from service.admission import Work
+from service.limits import check_body
+from service.observation import UNKNOWN_MODEL, record_of
+from service.runner import Ticket, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
-from service.validation import parse_json
+from service.validation import describe, parse_json
 
 LARGE = 64 * 1024
 """Bytes or numbers from which tokenising and serialising leave the event loop."""
@@ -35,10 +39,23 @@ T = TypeVar("T")
 
 
 class JsonRequest(Request):
-    """A request whose JSON is read strictly."""
+    """A request whose JSON is read strictly, within the limits, and off the loop where it is large.
 
-    async def json(self) -> Any:
-        return parse_json(await self.body())
+    What it gives is validated already, so that FastAPI has nothing left to do with it.
+    """
+
+    async def json(self) -> BaseModel:
+        body = await self.body()
+        return await sized(len(body), self._read, body)
+
+    def _read(self, body: bytes) -> BaseModel:
+        content = parse_json(body)
+        check_body(content, settings_of(self))
+        schema: type[BaseModel] = self.scope["route"].body_field.field_info.annotation
+        try:
+            return schema.model_validate(content)
+        except ValidationError as error:
+            raise describe(error.errors(), schema) from error
 
 
 class JsonRoute(APIRoute):
@@ -73,21 +90,28 @@ def models_of(request: Request) -> Models:
     return models
 
 
+def model_of(request: Request, name: str | None, inputs: int) -> ServedModel:
+    """The model that a request asks for.
+
+    Args:
+        name: the body's; None is the default.
+        inputs: texts or id lists in the body.
+
+    Raises:
+        SeqserveError: see `Models.get`.
+    """
+    models, record = models_of(request), record_of(request.scope)
+    record.inputs = inputs
+    record.model = models.names[0] if name is None else name
+    if record.model not in models.names:
+        record.model = UNKNOWN_MODEL
+    return models.get(name)
+
+
 def settings_of(request: Request) -> Settings:
     """The application's settings."""
     settings: Settings = request.app.state.settings
     return settings
-
-
-def check_count(request: Request, name: str, count: int) -> None:
-    """Refuse a request with too many inputs or targets.
-
-    Raises:
-        InvalidRequestError: there are more than the server takes.
-    """
-    limit = settings_of(request).max_inputs
-    if count > limit:
-        raise InvalidRequestError(f"{name} has {count} entries, at most {limit} are allowed", name)
 
 
 async def sized(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,13 +138,26 @@ async def run(
         SeqserveError: see `Ticket.result`; the caller went away; the queue is full; the timeout
             header is no number in range.
     """
-    seconds = seconds_of(request, seconds)
-    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
+    async with running(request, model, works, seconds_of(request, seconds)) as ticket:
         events = await ticket.result()
     grouped: dict[Work, list[Event]] = {work: [] for work in works}
     for event in events:
         grouped[work_of(event)].append(event)
     return Outcome([grouped[work] for work in works], *times(ticket))
+
+
+@asynccontextmanager
+async def running(
+    request: Request, model: ServedModel, works: Sequence[Work], seconds: float
+) -> AsyncIterator[Ticket]:
+    """The engine's work for a request, which ends when the caller goes away.
+
+    Raises:
+        SeqserveError: see `Runner.submitted`.
+    """
+    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
+        record_of(request.scope).ticket = ticket
+        yield ticket
 
 
 def seconds_of(request: Request, seconds: float | None) -> float:

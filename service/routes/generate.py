@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from model.sequence import Event, TokenEvent
 from seqserve.errors import ClientGoneError, InvalidRequestError, SeqserveError
 from seqserve.schemas import GenerateRequest, GenerateResponse, StreamEvent
-from service.errors import envelope_of, responses
+from service.errors import OF_A_RUN, envelope_of, responses
 from service.numbers import dump_json
+from service.observation import record_of
 from service.planning import Plan
 from service.routes.common import (
     BYTES_PER_TOKEN,
@@ -21,15 +22,14 @@ from service.routes.common import (
     JsonRoute,
     answer,
     body_size,
-    check_count,
     check_size,
-    models_of,
+    model_of,
     run,
+    running,
     seconds_of,
     settings_of,
     sized,
     times,
-    watched,
 )
 from service.runner import Ticket
 from service.served import ServedModel
@@ -74,10 +74,11 @@ class EventStream(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with (
-            self._model.runner.submitted(self._plan.sequences, self._seconds) as ticket,
-            watched(self._request, ticket),
-        ):
+        record = record_of(scope)
+        record.streamed = True
+        async with running(
+            self._request, self._model, self._plan.sequences, self._seconds
+        ) as ticket:
             steps = ticket.steps()
             first: list[Event] = await anext(steps, [])  # an error up to here has its own status
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -85,9 +86,11 @@ class EventStream(Response):
             try:
                 async for event in self._told(first, steps, ticket):
                     await _send(send, event.model_dump(exclude_unset=True))
-            except ClientGoneError:
+            except ClientGoneError as error:
+                record.note_error(error)
                 return
             except SeqserveError as error:
+                record.note_error(error)
                 await _send(send, envelope_of(error, self._request.state.request_id))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -111,7 +114,15 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "With `stream`: server-sent events, each `data: ` and a `StreamEvent`.",
         "content": {
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {
+                "itemSchema": {  # of OpenAPI 3.2: the body is a sequence of such events
+                    "type": "object",
+                    "required": ["data"],
+                    "properties": {
+                        "data": {"type": "string", "contentMediaType": "application/json"}
+                    },
+                }
+            },
         },
     }
 }
@@ -121,7 +132,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     "/generate",
     summary="Continue each input",
     response_model=GenerateResponse | list[GenerateResponse],
-    responses=responses(400, 404, 413, 422, 429, 500, 503, 504) | STREAM,
+    responses=responses(*OF_A_RUN) | STREAM,
     openapi_extra={"requestBody": {"content": {"application/json": {"examples": EXAMPLES}}}},
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
@@ -153,7 +164,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     "/generate_stream",
     summary="Continue one input, token by token",
     response_class=StreamingResponse,  # what the OpenAPI document says of it
-    responses=responses(400, 404, 413, 422, 429, 503) | STREAM,
+    responses=responses(*OF_A_RUN) | STREAM,
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Server-sent events: `/generate` with `"stream": true`."""
@@ -164,25 +175,25 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
 
 
 async def _planned(request: Request, body: GenerateRequest) -> tuple[ServedModel, list[Plan]]:
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
     settings = settings_of(request)
     sequences = 0
     for i in range(body.count):
         parameters, place = body.parameters_of(i), body.parameters_place(i)
         sequences += (parameters.num_return_sequences or 1) if parameters.samples else 1
         for name, limit in (
-            ("num_return_sequences", settings.max_return_sequences),
-            ("num_beams", settings.max_rows),
+            ("num_return_sequences", ("max_return_sequences", settings.max_return_sequences)),
+            ("num_beams", settings.beam_limit),
         ):
-            if (wanted := getattr(parameters, name) or 1) > limit:
-                message = f"{place}.{name} must be at most {limit}, got {wanted}"
+            setting, most = limit
+            if (wanted := getattr(parameters, name) or 1) > most:
+                message = f"{place}.{name} must be at most {most} ({setting}), got {wanted}"
                 raise InvalidRequestError(message, f"{place}.{name}")
     if sequences > settings.max_queue:
         raise InvalidRequestError(
             f"num_return_sequences of all inputs come to {sequences} draws, at most "
             f"{settings.max_queue} are allowed (max_queue)"
         )
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     plans = await sized(await body_size(request), model.generator.plan, body)
     candidates = sum(plan.most_candidates for plan in plans)
     advice = "ask for fewer inputs, or for a lower top_n_tokens or max_new_tokens"

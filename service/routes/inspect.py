@@ -20,10 +20,9 @@ from seqserve.schemas import (
     ScoreResponse,
     TokenizeRequest,
     TokenizeResponse,
-    as_list,
     as_lists,
 )
-from service.errors import responses
+from service.errors import OF_A_BODY, OF_A_RUN, responses
 from service.inspection import logits_as_json, logits_as_safetensors
 from service.numbers import dump_json
 from service.routes.common import (
@@ -33,9 +32,8 @@ from service.routes.common import (
     JsonRoute,
     answer,
     body_size,
-    check_count,
     check_size,
-    models_of,
+    model_of,
     run,
     sized,
 )
@@ -54,16 +52,12 @@ def examples(**values: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"examples": shown}}}}
 
 
-OF_A_RUN = responses(400, 404, 413, 422, 429, 500, 503, 504)
-OF_TEXT = responses(400, 404, 413, 422, 503)
-
-
 @router.post(
     "/logits",
     summary="Teacher-forced logits",
     response_model=LogitsResponse | list[LogitsResponse],
     responses={
-        **OF_A_RUN,
+        **responses(*OF_A_RUN),
         200: {
             "description": "JSON, or a safetensors file with `logits` (or `values` and `ids`), "
             "`target_lengths` and `target_ids`.",
@@ -73,8 +67,7 @@ OF_TEXT = responses(400, 404, 413, 422, 503)
 )
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
-    _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
@@ -94,7 +87,7 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
     "/next",
     summary="The likeliest next tokens",
     response_model=NextResponse | list[NextResponse],
-    responses=OF_A_RUN,
+    responses=responses(*OF_A_RUN),
     openapi_extra=examples(
         First_token={"inputs": "hello", "top_k": 3},
         Behind_a_prefix={"inputs": "hello", "target_prefix": "HH AH"},
@@ -103,9 +96,7 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
 )
 async def next_tokens(request: Request, body: NextRequest) -> Response:
     """What the model would put behind the decoder start and the target prefix."""
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, body.prefix_name, body.prefix_count)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
     advice = "ask for fewer inputs or a lower top_k"
@@ -124,7 +115,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
     "/score",
     summary="How likely given targets are",
     response_model=ScoreResponse | list[ScoreResponse],
-    responses=OF_A_RUN,
+    responses=responses(*OF_A_RUN),
     openapi_extra=examples(
         One_target={"inputs": "hello", "targets": "HH AH L OW"},
         Several_targets_of_one_input={"inputs": "hello", "targets": ["HH AH L OW", "HH EH L OW"]},
@@ -133,8 +124,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
 )
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Log-softmax of the raw logits at each target token, in one teacher-forced pass."""
-    _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
     tokens = sum(len(p.tgt) for p in passes)
     check_size(request, NUMBERS_PER_TOKEN * tokens, "ask for fewer or shorter targets")
@@ -153,7 +143,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     summary="Attention weights",
     response_model=AttentionResponse | list[AttentionResponse],
     responses={
-        **OF_A_RUN,
+        **responses(*OF_A_RUN),
         200: {
             "description": "JSON, or a safetensors file with `encoder`, `decoder`, `cross`, "
             "`source_lengths`, `target_lengths`, `source_ids` and `target_ids`.",
@@ -168,8 +158,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 )
 async def attention(request: Request, body: AttentionRequest) -> Response:
     """Of every layer and head, in one teacher-forced pass over decoder start and targets."""
-    _check_counts(request, body)
-    model = models_of(request).get(body.model)
+    model = model_of(request, body.model, body.count)
     inspector = model.inspector
     passes = await sized(await body_size(request), inspector.plan_attention, body)
     binary = _wants_binary(request, body)
@@ -194,20 +183,18 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
     "/tokenize",
     summary="Texts to token ids",
     response_model=TokenizeResponse | list[TokenizeResponse],
-    responses=OF_TEXT,
+    responses=responses(*OF_A_BODY),
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Just what /generate makes of the same text, `</s>` included."""
-    texts = as_list(body.inputs)
-    check_count(request, "inputs", len(texts))
-    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
-    tokenizer = vocabulary.need_tokenizer("inputs")
-    inspector = models_of(request).get(body.model).inspector
+    listed = isinstance(body.inputs, list)
+    model = model_of(request, body.model, len(body.inputs) if listed else 1)
+    tokenizer = model.vocabulary(body.side).need_tokenizer("inputs")
 
     def write() -> bytes:
-        encoded = inspector.tokenize(body)
+        encoded = model.inspector.tokenize(body)
         answers = [{"ids": ids, "tokens": [tokenizer.token(id) for id in ids]} for ids in encoded]
-        return dump_json(answers if isinstance(body.inputs, list) else answers[0])
+        return dump_json(answers if listed else answers[0])
 
     return Response(await sized(await body_size(request), write), media_type=JSON)
 
@@ -216,13 +203,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     "/detokenize",
     summary="Token ids to texts",
     response_model=DetokenizeResponse | list[DetokenizeResponse],
-    responses=OF_TEXT,
+    responses=responses(*OF_A_BODY),
 )
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Special tokens add nothing to the text."""
     id_lists = as_lists(body.input_ids)
-    check_count(request, "input_ids", len(id_lists))
-    vocabulary = models_of(request).get(body.model).vocabulary(body.side)
+    vocabulary = model_of(request, body.model, len(id_lists)).vocabulary(body.side)
     tokenizer = vocabulary.need_tokenizer("input_ids")
     nested = id_lists is body.input_ids
 
@@ -233,11 +219,6 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return dump_json(answers if nested else answers[0])
 
     return Response(await sized(await body_size(request), write), media_type=JSON)
-
-
-def _check_counts(request: Request, body: LogitsRequest | ScoreRequest | AttentionRequest) -> None:
-    check_count(request, "inputs" if body.inputs is not None else "input_ids", body.count)
-    check_count(request, body.targets_name, body.target_count or 0)
 
 
 def _wants_binary(request: Request, body: LogitsRequest | AttentionRequest) -> bool:

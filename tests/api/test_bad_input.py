@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from model.loader import LoadedModel
 from seqserve.parameters import FOREIGN_NO_OPS, GenerationParameters
 from seqserve.schemas import (
     DetokenizeRequest,
@@ -18,8 +21,10 @@ from seqserve.schemas import (
     NextRequest,
     TokenizeRequest,
 )
+from service.app import create_app
+from service.settings import Settings
 
-from .conftest import Api
+from .conftest import Api, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +83,11 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_beams": 4, "top_k": 3}, "num_beams", "num_beams 4 cannot be combined with sampling"),
     ({"num_return_sequences": 2}, "num_return_sequences", "at most num_beams, 1, without sampling"),
     ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences", "at most num_beams, 2"),
-    ({"num_return_sequences": 65, "seed": 1}, "num_return_sequences", "at most 64, got 65"),
+    (
+        {"num_return_sequences": 65, "seed": 1},
+        "num_return_sequences",
+        "at most 64 (max_return_sequences), got 65",
+    ),
     ({"length_penalty": 0.5}, "length_penalty", "needs num_beams above 1, got 0.5"),
     ({"early_stopping": "never"}, "early_stopping", "needs num_beams above 1, got never"),
     ({"early_stopping": "often", "num_beams": 2}, "early_stopping", 'got "often"'),
@@ -96,7 +105,7 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": [[99]]}, "bad_words[0][0]", "must be an id in [0, 31), got 99"),
     ({"bad_words": [[]]}, "bad_words[0]", "must be made of the vocabulary's tokens, got []"),
     ({"forced_bos_token_id": 99}, "forced_bos_token_id", "must be an id in [0, 31), got 99"),
-    ({"num_beams": 65}, "num_beams", "must be at most 64, got 65"),
+    ({"num_beams": 65}, "num_beams", "must be at most 64 (max_beams), got 65"),
     ({"bad_words": [3]}, "bad_words[0]", "got 3"),
     ({"bad_words": [["a"]]}, "bad_words[0][0]", 'must be an integer, got "a"'),
     ({"temprature": None}, "temprature", "did you mean temperature?"),
@@ -107,7 +116,11 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"watermark": True}, "watermark", "must be false or left out"),
     ({"stop": [""]}, "stop[0]", "at least"),
     ({"stop": "x"}, "stop", 'got "x"'),
-    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": ["x"] * 17}, "stop", "must have at most 16 entries, got 17"),
+    ({"stop": ["x" * 1001]}, "stop[0]", "must have at most 1000 characters, got 1001"),
+    ({"bad_words": [[5] * 1001]}, "bad_words[0]", "must have at most 1000 entries, got 1001"),
+    ({"bad_words": [[5]] * 1001}, "bad_words", "must have at most 1000 entries, got 1001"),
+    ({"logit_bias": {str(i): 1.0 for i in range(1001)}}, "logit_bias", "at most 1000 entries"),
     ({"do_sample": False, "top_k": 3}, "do_sample", "do_sample is false, but top_k would sample"),
     (
         {"target_prefix": "HH", "target_prefix_ids": [5]},
@@ -261,7 +274,7 @@ async def test_more_top_tokens_than_an_answer_may_hold_are_refused(api: Api) -> 
 
 @pytest.mark.parametrize("name", ["input_ids", "target_ids"])
 async def test_a_million_mistakes_are_refused_for_the_first(api: Api, name: str) -> None:
-    for wrong in ([1.5] * 500_000, [[1.5] * 500_000], [["x"]] * 300_000):
+    for wrong in ([1.5] * 500_000, [[1.5] * 500_000], [["x"]] * 1000):
         body = {"input_ids": [5], name: wrong}
         envelope = await asyncio.wait_for(api.refused("/logits", **body), 5)
         assert envelope["error"].startswith(f"{name}[0]")
@@ -274,7 +287,7 @@ async def test_one_bad_input_refuses_the_whole_list(api: Api) -> None:
 
 async def test_too_many_inputs_are_refused(api: Api) -> None:
     envelope = await api.refused("/generate", inputs=["a"] * 1025)
-    assert "has 1025 entries, at most 1024" in envelope["error"]
+    assert "has 1025 entries, at most 1024 are allowed (max_inputs)" in envelope["error"]
 
 
 async def test_any_content_type_is_read_as_json(client: httpx.AsyncClient) -> None:
@@ -306,3 +319,63 @@ async def test_a_chunked_body_over_the_limit_is_not_read_to_its_end(
     response = await client.post("/generate", content=endless())
     assert response.status_code == 413
     assert sent < 10
+
+
+async def test_a_server_may_take_less_than_its_model(native: LoadedModel) -> None:
+    settings = Settings(
+        max_source_tokens=4, max_target_tokens=6, max_beams=2, max_return_sequences=2
+    )
+    async with serving(create_app(settings, {"native": native})) as client:
+        api = Api(client)
+        refused: list[tuple[str, dict[str, Any], str]] = [
+            ("/generate", {"inputs": "abcd"}, "5 tokens, the model takes at most 4 (max_source"),
+            (
+                "/generate",
+                {"inputs": "a", "parameters": {"max_new_tokens": 7}},
+                "max_new_tokens must be at most 6 here",
+            ),
+            (
+                "/generate",
+                {"inputs": "a", "parameters": {"target_prefix_ids": [5] * 6}},
+                "have 7 tokens, the model takes at most 6 (max_target_tokens)",
+            ),
+            (
+                "/generate",
+                {"inputs": "a", "parameters": {"num_beams": 3}},
+                "num_beams must be at most 2 (max_beams), got 3",
+            ),
+            ("/logits", {"inputs": "a", "target_ids": [5] * 6}, "at most 6 (max_target_tokens)"),
+            ("/score", {"inputs": "a", "target_ids": [5] * 7}, "at most 6 (max_target_tokens)"),
+        ]
+        for path, body, message in refused:
+            assert message in (await api.refused(path, **body))["error"]
+        parameters = {"details": True, "min_new_tokens": 6}
+        answer = await api.post("/generate", inputs="abc", parameters=parameters)
+        assert answer["details"]["generated_tokens"] == 6
+        model = (await client.get("/info")).json()["models"][0]
+        assert (model["max_source_tokens"], model["max_target_tokens"]) == (4, 6)
+        assert model["default_max_new_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"input_ids": [[]] * 600_000}, "input_ids has 600000 entries"),
+        ({"inputs": ["a"], "parameters": [{}] * 600_000}, "parameters has 600000 entries"),
+        ({"inputs": "ab " * 1_000_000}, "inputs has 3000000 characters"),
+        ({"inputs": ["a" * 100_000] * 40}, "inputs[0] has 100001 tokens"),
+        ({"inputs": "a", "parameters": {"bad_words": ["a" * 1001]}}, "bad_words[0] must have"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+async def test_what_is_far_too_much_is_refused_at_little_cost(
+    client: httpx.AsyncClient, body: dict[str, Any], place: str
+) -> None:
+    content = json.dumps(body, separators=(",", ":")).encode()
+    await client.post("/generate", json={"inputs": ""})
+    began = time.process_time()
+    response = await client.post("/generate", content=content)
+    assert response.status_code == 422
+    assert place in response.json()["error"]
+    # A guard against work for every entry, not a benchmark: that took over ten times as long.
+    assert time.process_time() - began < 5.0

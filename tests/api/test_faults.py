@@ -32,17 +32,18 @@ async def with_fake_engine(
 ) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, FakeEngine]]:
     engines: list[FakeEngine] = []
 
-    def make(loaded: LoadedModel, config: Any, on_step: Any) -> FakeEngine:
-        engines.append(FakeEngine(config.max_rows, on_step))
-        return engines[0]
+    def make(loaded: LoadedModel, config: Any, on_step: Any = None) -> FakeEngine:
+        engines.append(FakeEngine(config.max_rows, on_step))  # the first one only warms up
+        return engines[-1]
 
     monkeypatch.setattr(service.served, "Engine", make)
     app = create_app(Settings(**settings), {"fake": native})
     async with serving(app) as client:
         try:
-            yield app, client, engines[0]
+            yield app, client, engines[1]
         finally:
-            engines[0].gate.set()
+            for engine in engines:
+                engine.gate.set()
 
 
 async def generate(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
@@ -66,6 +67,25 @@ async def test_a_full_queue_answers_429_and_recovers(
             assert int(refused.headers["retry-after"]) >= 1
         assert [(await r).status_code for r in running] == [200, 200]
         assert (await generate(client)).status_code == 200
+
+
+async def test_a_queue_that_is_full_by_tokens_answers_429_and_recovers(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch, max_queue_tokens=40) as (_, client, e):
+        long = {"parameters": {"max_new_tokens": 30}}
+        with e.held_up():
+            running = asyncio.create_task(generate(client, **long))
+            await began(e)
+            refused = await generate(client, **long)
+            assert refused.status_code == 429
+            assert "37 of 40 tokens are taken, the request needs 37" in refused.json()["error"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert (await running).status_code == 200
+        assert (await generate(client, **long)).status_code == 200
+        never = await generate(client, inputs=["hello", "hello"], **long)
+        assert never.status_code == 422
+        assert "at most 40 are allowed (max_queue_tokens)" in never.json()["error"]
 
 
 async def test_a_deadline_answers_504_and_frees_the_rows(
@@ -98,7 +118,8 @@ async def test_a_failing_row_fails_its_request_and_spares_its_batch_mates(
 async def test_a_broken_engine_answers_500_then_503_and_is_not_ready(
     native: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with with_fake_engine(native, monkeypatch) as (_, client, engine):
+    exiting = {"on_engine_failure": "exit"}
+    async with with_fake_engine(native, monkeypatch, **exiting) as (_, client, engine):
         engine.explode = RuntimeError("CUDA error at /home/me")
         first = await generate(client)
         assert first.status_code == 500
@@ -108,6 +129,21 @@ async def test_a_broken_engine_answers_500_then_503_and_is_not_ready(
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/info")).json()["models"][0]["state"] == "failed"
+
+
+async def test_a_broken_engine_is_replaced_and_counted(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_fake_engine(native, monkeypatch) as (_, client, engine):
+        engine.explode = RuntimeError("device lost")
+        failed = await asyncio.gather(*(generate(client) for _ in range(3)))
+        assert {response.status_code for response in failed} <= {500, 503}
+        async with asyncio.timeout(5):
+            while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert (await generate(client)).status_code == 200
+        [model] = (await client.get("/info")).json()["models"]
+        assert (model["state"], model["restarts"]) == ("ready", 1)
 
 
 async def test_what_the_engine_can_never_run_is_a_422(

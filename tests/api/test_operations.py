@@ -7,13 +7,16 @@ import logging
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 import service.served
+from model.cache import RequestMemory
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
+from model.transformer import Transformer
 from seqserve import __version__
 from seqserve.schemas import (
     AttentionResponse,
@@ -91,6 +94,83 @@ async def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None
         assert (await client.get("/info")).json()["models"][0]["state"] == "failed"
 
 
+async def until_loaded(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """What /info says of the models when none is loading any more."""
+    async with asyncio.timeout(10):
+        while True:
+            models: list[dict[str, Any]] = (await client.get("/info")).json()["models"]
+            if all(model["state"] != "loading" for model in models):
+                return models
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_that_cannot_be_loaded_does_not_take_the_others_down(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    ended: list[str] = []
+    settings = Settings(
+        models=(f"bad={tmp_path}", f"good={model_directory}", f"gone={tmp_path / 'nowhere'}"),
+        device="cpu",
+        on_load_failure="serve",
+    )
+    async with serving(create_app(settings, on_failure=ended.append)) as client:
+        models = await until_loaded(client)
+        assert [model["state"] for model in models] == ["failed", "ready", "failed"]
+        assert "perceptron" in models[0]["error"]
+        assert models[2]["error"] == "its directory: no such directory"
+        for text in (models[0]["error"], models[2]["error"]):
+            assert str(tmp_path) not in text
+        assert (await client.get("/ready")).status_code == 200
+        good = await client.post("/generate", json={"inputs": "a", "model": "good"})
+        assert good.status_code == 200
+        for name, body in (("bad", {}), ("gone", {"model": "gone"})):
+            refused = await client.post("/generate", json={"inputs": "a", **body})
+            assert refused.status_code == 503
+            assert refused.json()["error"].startswith(f"model {name} is not loaded: ")
+            assert "retry-after" not in refused.headers
+    assert not ended
+
+
+async def test_models_load_side_by_side(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=10)  # broken by one that waits for the other to end
+
+    def together(*args: Any) -> LoadedModel:
+        both.wait()
+        return load_model(*args)
+
+    monkeypatch.setattr(service.served, "load_model", together)
+    directories = (f"one={model_directory}", f"two={model_directory}")
+    async with serving(create_app(Settings(models=directories, device="cpu"))) as client:
+        assert [model["state"] for model in await until_loaded(client)] == ["ready", "ready"]
+
+
+async def test_a_model_that_cannot_generate_is_never_ready(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise GenerationError("the model's logits are not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.steppers.CachedStepper.step", broken)
+        async with serving(create_app(Settings(), {"m": native}, ended.append)) as client:
+            assert (await client.get("/ready")).status_code == 503
+            [model] = await until_loaded(client)
+            assert model["error"] == "the model's logits are not finite"
+    assert ended == ["model m: the model's logits are not finite"]
+
+
+async def test_warming_up_leaves_no_trace_in_the_figures(native: LoadedModel) -> None:
+    async with serving(create_app(Settings(), {"m": native})) as client:
+        assert (await client.get("/ready")).status_code == 200
+        [model] = (await client.get("/info")).json()["models"]
+        assert model["batches"]["steps"] == model["encoder_cache"]["misses"] == 0
+
+
 async def test_info_describes_models_and_limits(
     client: httpx.AsyncClient, native: LoadedModel
 ) -> None:
@@ -107,6 +187,12 @@ async def test_info_describes_models_and_limits(
     assert first.parameters == native.parameters
     assert first.max_source_tokens == native.spec.max_src
     assert first.source_tokenizer
+    assert (first.decoder_start_ids, first.eos_token_id) == ([1], 2)
+    memory = RequestMemory.of(cast("Transformer", native.network), native.spec)
+    assert first.cache_bytes_per_source_token == memory.per_source_token
+    assert first.cache_bytes_per_target_token == memory.per_target_token
+    assert first.cache_bytes_per_request == memory.longest
+    assert second.cache_bytes_per_request is None
     assert not second.source_tokenizer
     assert second.source_is_target
     assert first.batches
@@ -130,14 +216,15 @@ async def test_the_documentation_needs_no_internet(client: httpx.AsyncClient) ->
     for link in links:
         assert link.startswith("/docs/")
         assert (await client.get(link)).status_code == 200
-    assert "url: '/openapi.json'" in page
+    assert 'data-openapi="/openapi.json"' in page
+    assert "<script>" not in page
 
 
 async def test_the_openapi_document_describes_every_route(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
     inspecting = {"/logits", "/next", "/score", "/attention", "/tokenize", "/detokenize"}
     posts = {"/generate", "/generate_stream", *inspecting}
-    assert set(document["paths"]) == posts | {"/health", "/ready", "/info"}
+    assert set(document["paths"]) == posts | {"/health", "/ready", "/metrics", "/info"}
     for path in posts:
         operation = document["paths"][path]["post"]
         assert operation["summary"]
@@ -207,7 +294,7 @@ async def test_unknown_paths_and_methods_get_the_envelope(client: httpx.AsyncCli
     assert response.headers["allow"] == "POST"
 
 
-async def test_a_bug_is_a_plain_500_and_its_trace_stays_in_the_log(
+async def test_a_bug_is_a_plain_500_and_the_log_names_its_place(
     native: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(create_app(Settings(), {"m": native})) as client:
@@ -222,7 +309,14 @@ async def test_a_bug_is_a_plain_500_and_its_trace_stays_in_the_log(
         assert response.json()["error_type"] == "internal"
         assert "secret" not in response.text
         assert response.headers["x-request-id"] in caplog.text
+        assert "RuntimeError in " in caplog.text
+        assert ".broken:" in caplog.text
+        assert "< service.routes.generate._planned:" in caplog.text
+        assert "secret" not in caplog.text
+        with caplog.at_level(logging.DEBUG, "service.middleware"):
+            await client.post("/generate", json={"inputs": "a"})
         assert "/secret/path" in caplog.text
+        assert "Traceback" in caplog.text
         monkeypatch.undo()
         assert (await client.post("/generate", json={"inputs": "a"})).status_code == 200
 

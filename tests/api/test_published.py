@@ -59,6 +59,48 @@ async def test_texts_go_in_and_come_out(api: Api) -> None:
     assert tokenized["tokens"][-1] == "</s>"
 
 
+async def ids_of(api: Api, text: str, **fields: Any) -> list[int]:
+    found: list[int] = (await api.post("/tokenize", inputs=text, **fields))["ids"]
+    return found
+
+
+async def test_a_target_language_may_be_named_or_written(api: Api) -> None:
+    [facts] = (await api.client.get("/info")).json()["models"]
+    assert facts["languages"] == ["xyz"]
+    assert (facts["default_src_lang"], facts["default_tgt_lang"]) == (None, None)
+    written = await ids_of(api, ">>xyz<< ab ba")
+    for code in ("xyz", ">>xyz<<"):
+        assert await ids_of(api, "ab ba", tgt_lang=code) == written
+        named = {"tgt_lang": code, "details": True}
+        assert await api.post("/generate", inputs="ab ba", parameters=named) == await api.post(
+            "/generate", inputs=">>xyz<< ab ba", parameters={"details": True}
+        )
+    inputs = ["ab ba", "ab ba"]
+    several = await api.post("/logits", inputs=inputs, tgt_lang=["xyz", "xyz"], top_k=2)
+    plain = await api.post("/logits", inputs="ab ba", top_k=2)
+    assert several[0] == several[1] != plain
+    assert (await ids_of(api, "ab ba")) == written[1:]
+    empty = await api.post("/generate", inputs="", parameters={"tgt_lang": "xyz"})
+    assert empty["generated_text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "param", "message"),
+    [
+        ("ab", {"tgt_lang": "fr"}, "tgt_lang", 'got "fr"; there are xyz'),
+        ("ab", {"tgt_lang": "xy"}, "tgt_lang", 'got "xy"; did you mean xyz?'),
+        ("ab", {"src_lang": "xyz"}, "src_lang", "has no effect: this model is told the target's"),
+        (">>xyz<< ab", {"tgt_lang": "xyz"}, "tgt_lang", 'exclude each other, got "xyz" and ">>xyz'),
+    ],
+)
+async def test_languages_that_cannot_be_are_refused(
+    inputs: str, parameters: dict[str, Any], param: str, message: str, api: Api
+) -> None:
+    refused = await api.refused("/generate", inputs=inputs, parameters=parameters)
+    assert refused["param"] == f"parameters.{param}"
+    assert message in refused["error"]
+
+
 async def test_a_request_without_parameters_searches_with_the_models_beams(api: Api) -> None:
     default = await details(api)
     asked = await details(api, num_beams=4, length_penalty=0.6)
@@ -97,10 +139,113 @@ async def test_info_tells_the_defaults(api: Api, directory: Path) -> None:
     assert model["family"] == "marian"
     assert model["generation_defaults"] == DEFAULTS
     assert model["default_max_new_tokens"] == 11
+    assert model["default_decoding"] == "beam_search"
     result = CliRunner().invoke(app, ["info", str(directory), "--json"])
     facts = json.loads(result.stdout)
     assert facts["generation_defaults"] == DEFAULTS
     assert facts["bytes"] > 1000
+    assert facts.items() >= {k: model[k] for k in facts if k in model}.items()
+
+
+async def test_default_beams_that_are_more_than_the_rows_are_refused_at_the_start(
+    directory: Path,
+) -> None:
+    failures: list[str] = []
+    for rows in (3, 4):
+        settings = Settings(models=(f"mt={directory}",), max_rows=rows, device="cpu")
+        models = create_app(settings, on_failure=failures.append).state.models
+        await models.load()
+        assert [model.name for model in models.served] == ["mt"] * (rows == 4)
+        await models.stop()
+    [failure] = failures
+    assert failure.startswith("model mt: num_beams of its generation_config.json")
+    assert "is 4, but max_rows is 3" in failure
+
+
+TASKS = {
+    "summarization": {
+        "early_stopping": True,
+        "length_penalty": 2.0,
+        "max_length": 9,
+        "min_length": 3,
+        "no_repeat_ngram_size": 3,
+        "num_beams": 4,
+        "prefix": "summarize: ",
+    },
+    "translation_en_to_fr": {"max_length": 7, "prefix": "to French: "},
+    "dialogue": {"num_beam_groups": 2},
+    "broken": "some params",
+}
+
+
+@pytest.fixture
+async def tasked(tmp_path: Path) -> AsyncIterator[Api]:
+    make_byt5_model(tmp_path, max_length=30, num_beams=2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_specific_params": TASKS}))
+    async with serving(create_app(Settings(), {"t5": load_model(tmp_path, "cpu")})) as client:
+        yield Api(client)
+
+
+async def test_a_task_is_a_prefix_and_defaults_under_the_request(tasked: Api) -> None:
+    [facts] = (await tasked.client.get("/info")).json()["models"]
+    assert facts["tasks"] == {
+        "summarization": {
+            **{k: v for k, v in TASKS["summarization"].items() if "_length" not in k},
+            "max_new_tokens": 8,
+            "min_new_tokens": 2,
+        },
+        "translation_en_to_fr": {"max_new_tokens": 6, "prefix": "to French: "},
+    }
+    spelled = {
+        **{k: v for k, v in facts["tasks"]["summarization"].items() if k != "prefix"},
+        "details": True,
+    }
+    for own in ({}, {"num_beams": 3}, {"max_new_tokens": 4, "length_penalty": 0.5}):
+        named = {"task": "summarization", "details": True, **own}
+        assert await tasked.post("/generate", inputs="ab", parameters=named) == await tasked.post(
+            "/generate", inputs="summarize: ab", parameters=spelled | own
+        )
+    plain = {"max_new_tokens": 6, "num_beams": 2}
+    answers = await tasked.post(
+        "/generate",
+        inputs=["ab", "ab", ""],
+        parameters=[{"task": "translation_en_to_fr"}, plain, {"task": "summarization"}],
+    )
+    assert answers[0] == await tasked.post("/generate", inputs="to French: ab", parameters=plain)
+    assert answers[0] != answers[1]
+    assert answers[2]["generated_text"] == ""
+    ids = [100, 101, 1]
+    by_ids = {"task": "translation_en_to_fr", "details": True}
+    bare = await tasked.post("/generate", input_ids=ids, parameters=by_ids)
+    assert bare["details"]["input_tokens"] == 3
+    assert bare["details"]["generated_tokens"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            "translation",
+            "must be one of summarization, translation_en_to_fr, dialogue, broken, got "
+            '"translation"',
+        ),
+        ("dialogue", "dialogue cannot be served: task_specific_params.dialogue: num_beam_groups"),
+        ("broken", "task_specific_params.broken must be an object, got 'some params'"),
+    ],
+)
+async def test_a_task_that_cannot_be_is_refused(task: str, message: str, tasked: Api) -> None:
+    parameters = [{}, {"task": task}]
+    refused = await tasked.refused("/generate", inputs=["a", "b"], parameters=parameters)
+    assert refused["param"] == "parameters[1].task"
+    assert message in refused["error"]
+
+
+async def test_a_model_without_tasks_refuses_them(api: Api) -> None:
+    [facts] = (await api.client.get("/info")).json()["models"]
+    assert facts["tasks"] == {}
+    refused = await api.refused("/generate", inputs="a", parameters={"task": "summarization"})
+    assert "parameters.task needs a model with tasks" in refused["error"]
 
 
 async def test_byt5_takes_and_gives_bytes(tmp_path: Path) -> None:

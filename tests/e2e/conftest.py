@@ -18,21 +18,29 @@ from seqserve import Client
 from tests.builders import make_native_model
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from seqserve.cli import main; main()", "serve"]
-PATIENCE = 60.0
+SEQSERVE = ("-c", "from seqserve.cli import main; main()")
+FAULTY = ("-m", "tests.e2e.faulty_server")
+"""What Python runs: the command line as it is, or with a model whose steps fail for some inputs."""
+
+PATIENCE = 240.0
+"""Seconds for what takes a few: the machine may be busy with other things."""
 
 
 class Server:
     """A running server.
+
+    Args:
+        arguments: of `seqserve serve`.
+        program: what Python runs.
 
     Attributes:
         url: where it listens.
         log: what it has written so far.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: tuple[str, ...] = SEQSERVE) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, "--threads", "1", *arguments],
+            [sys.executable, *program, "serve", "--threads", "1", *arguments],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -49,7 +57,7 @@ class Server:
         with self.process.stderr as lines:
             for line in lines:
                 self.log.append(line)
-                if found := re.search(r"listens on (http://\S+)", line):
+                if found := re.search(r'listens on (http://[^\s"]+)', line):
                     self.url = found[1]
                     self._listening.set()
         self._listening.set()
@@ -82,8 +90,8 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    server = Server("--port", "0", *arguments)
+def serving(*arguments: str, program: tuple[str, ...] = SEQSERVE) -> Iterator[Server]:
+    server = Server("--port", "0", *arguments, program=program)
     try:
         server.wait_until_ready()
         yield server

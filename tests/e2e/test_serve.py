@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from seqserve import Client
 from tests.builders import make_native_model
@@ -199,3 +200,26 @@ def test_a_model_that_cannot_be_loaded_ends_the_process(tmp_path: Path) -> None:
     assert server.log[-1].startswith("seqserve: model bad: ")
     assert "perceptron" in server.log[-1]
     assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_head_answers_a_probe_without_a_body(server: Server, path: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, end, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert (end, body) == (b"\r\n\r\n", b"")
+
+
+def test_as_json_every_line_of_the_log_is_an_object(model: Path) -> None:
+    arguments = ("--model", f"tiny={model}", "--log-format", "json", "--log-level", "debug")
+    with serving(*arguments) as server:
+        with Client(server.url) as client:
+            client.generate("hello")
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in server.log]
+    [line] = [line for line in lines if line.get("route") == "/generate"]
+    assert (line["status"], line["model"], line["inputs"]) == (200, "tiny", 1)
+    assert not [line for line in lines if line["logger"].startswith("uvicorn.access")]

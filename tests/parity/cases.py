@@ -13,12 +13,12 @@ from torch import Tensor
 
 import model.engine as model_engine
 from model.beam import BeamSearch
-from model.config import EngineConfig
+from model.config import EngineConfig, ModelSpec
 from model.engine import ALL_BANNED, Engine
 from model.loader import LoadedModel
 from model.sequence import Decoding, Event, FailureEvent, Hypothesis, TokenEvent
 from model.sequence import Sequence as Row
-from tests.parity.reference import EOS, Shape
+from tests.parity.reference import EOS
 
 GARBAGE = -1e5
 """A reference's score below this belongs to a place that nothing real has taken."""
@@ -51,30 +51,32 @@ class Answer:
 # --- requests ------------------------------------------------------------------------------------
 
 
-def random_case(rng: random.Random, shape: Shape, sample: bool = False) -> Case:
+def random_case(rng: random.Random, spec: ModelSpec, sample: bool = False) -> Case:
     """A request with few or many parameters, greedy or beam search; or sampled."""
 
-    def tokens(vocab: int, fewest: int, most: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(3, vocab) for _ in range(rng.randint(fewest, most)))
+    vocab = spec.tgt_vocab_size
 
-    prefix = tokens(shape.tgt_vocab, 1, 6) if rng.random() < 0.3 else ()
+    def tokens(below: int, fewest: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(3, below) for _ in range(rng.randint(fewest, most)))
+
+    prefix = tokens(vocab, 1, 6) if rng.random() < 0.3 else ()
     choices: dict[str, Any] = {
         "repetition_penalty": rng.choice([0.7, 1.3, 2.5]),
         "no_repeat_ngram_size": rng.choice([1, 2, 3]),
         "encoder_no_repeat_ngram_size": rng.choice([1, 2]),
-        "bad_words": (*(tokens(shape.tgt_vocab, 1, 3) for _ in range(8)), (EOS,)),
-        "logit_bias": tuple((t, rng.uniform(-4, 4)) for t in set(tokens(shape.tgt_vocab, 4, 9))),
+        "bad_words": (*(tokens(vocab, 1, 3) for _ in range(8)), (EOS,)),
+        "logit_bias": tuple((t, rng.uniform(-4, 4)) for t in set(tokens(vocab, 4, 9))),
         "min_new_tokens": rng.randint(2, 9),
-        "forced_bos_token_id": rng.randrange(3, shape.tgt_vocab),
-        "forced_eos_token_id": rng.choice([EOS, EOS, rng.randrange(3, shape.tgt_vocab)]),
+        "forced_bos_token_id": rng.randrange(3, vocab),
+        "forced_eos_token_id": rng.choice([EOS, EOS, rng.randrange(3, vocab)]),
     }
     if rng.random() < 0.3:
         choices["logit_bias"] += ((EOS, rng.uniform(-3, 3)),)
     chance = rng.choice([0.0, 0.15, 0.4])
     settings = {name: value for name, value in choices.items() if rng.random() < chance}
     if rng.random() < 0.08:  # next to nothing is allowed: fewer continuations than beams
-        allowed = set(rng.sample(range(3, shape.tgt_vocab), rng.randint(0, 4)))
-        settings["bad_words"] = tuple((t,) for t in range(shape.tgt_vocab) if t not in allowed)
+        allowed = set(rng.sample(range(3, vocab), rng.randint(0, 4)))
+        settings["bad_words"] = tuple((t,) for t in range(vocab) if t not in allowed)
     if sample:
         settings |= {"sample": True, "seed": rng.randrange(2**53)}
         settings |= {"temperature": rng.uniform(0.5, 1.5), "top_k": rng.choice([0, 5])}
@@ -87,10 +89,10 @@ def random_case(rng: random.Random, shape: Shape, sample: bool = False) -> Case:
         settings["early_stopping"] = rng.choice([True, False, "never"])
     least = settings.get("min_new_tokens", 1)
     settings["max_new_tokens"] = max(least, rng.choice([1, 3, 8, 14, 20]))
-    src = (*tokens(shape.src_vocab, 0, 11), EOS)
+    src = (*tokens(spec.src_vocab_size, 0, 11), EOS)
     if "num_beams" in settings:
         settings["renormalize_logits"] = sum(src) % 3 == 0
-    return Case(src, (shape.start, *prefix), Decoding(**settings))
+    return Case(src, (*spec.decoder_start_ids, *prefix), Decoding(**settings))
 
 
 # --- the reference's answer ----------------------------------------------------------------------

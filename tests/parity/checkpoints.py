@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from model.config import EngineConfig
-from model.engine import Engine
-from model.layers import padding_mask
-from model.loader import LoadedModel, load_model
-from model.sequence import Decoding, Forward, ForwardEvent
+from model.loader import load_model
+from model.sequence import Decoding
 from model.sequence import Sequence as Row
-from model.transformer import Transformer
-from seqserve.schemas import GenerateRequest
-from service.served import generator_of
+from service.check import (
+    Both,
+    logits_differences,
+    memory_differences,
+    our_plan,
+    reference_logits,
+    reference_tokens,
+    run_rows,
+)
 
 SPREAD = 2.0
 """Standard deviation of logits: certain enough to differ, open enough for beams to cross."""
@@ -40,47 +44,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Both:
-    """One checkpoint, loaded by the reference and by us.
-
-    Attributes:
-        pad, start: ids of padding and decoder start.
-        vocab: ids that sources are drawn from are below it.
-    """
-
-    directory: Path
-    reference: Any
-    ours: LoadedModel
-
-    @property
-    def network(self) -> Transformer:
-        assert isinstance(self.ours.network, Transformer)
-        return self.ours.network
-
-    @property
-    def pad(self) -> int:
-        return self.ours.spec.pad_id
-
-    @property
-    def start(self) -> list[int]:
-        return list(self.ours.spec.decoder_start_ids)
-
-    def sources(self, count: int, seed: int = 0, longest: int = 14) -> list[list[int]]:
-        """Ragged random sources."""
-        return self._draw(self.ours.spec.src_vocab_size, count, seed, longest)
-
-    def targets(self, count: int, seed: int = 0, longest: int = 14) -> list[list[int]]:
-        """Ragged random decoder inputs, decoder start first."""
-        drawn = self._draw(self.ours.spec.tgt_vocab_size, count, seed + 1000, longest)
-        return [[*self.start, *ids] for ids in drawn]
-
-    def _draw(self, vocab: int, count: int, seed: int, longest: int) -> list[list[int]]:
-        rng = random.Random(seed)
-        allowed = [id for id in range(vocab) if id != self.pad]
-        return [rng.choices(allowed, k=rng.randint(1, longest)) for _ in range(count)]
-
-
 def save_and_load(directory: Path, reference: Any, *, dtype: str = "float32", **save: Any) -> Both:
     """Write a reference model and load it again, on both sides.
 
@@ -88,7 +51,14 @@ def save_and_load(directory: Path, reference: Any, *, dtype: str = "float32", **
         save: arguments of `save_pretrained`.
     """
     reference.save_pretrained(directory, **save)
-    return Both(directory, reference, load_model(directory, "cpu", dtype))
+    return Both(reference, load_model(directory, "cpu", dtype))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Set keys of `config.json`; `...` removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 @torch.no_grad()
@@ -133,92 +103,24 @@ def enliven(network: Any, seed: int = 0) -> Any:
     return network.eval()
 
 
-# --- the reference's answers ---------------------------------------------------------------------
-
-
-def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and their attention mask."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return ids, mask
-
-
-@torch.no_grad()
-def reference_memory(both: Both, sources: Sequence[Sequence[int]]) -> Tensor:
-    ids, mask = padded(sources, both.pad)
-    encoded: Tensor = both.reference.get_encoder()(ids, attention_mask=mask).last_hidden_state
-    return encoded
-
-
-@torch.no_grad()
-def reference_logits(both: Both, source: Sequence[int], target: Sequence[int]) -> Tensor:
-    """Of one pair alone, ``[tgt, vocab]``."""
-    ids = torch.tensor([list(source)])
-    out = both.reference(input_ids=ids, decoder_input_ids=torch.tensor([list(target)]))
-    logits: Tensor = out.logits[0]
-    return logits
-
-
-@torch.no_grad()
-def reference_tokens(both: Both, source: Sequence[int], **options: Any) -> list[list[int]]:
-    """What `generate` says of one source, without decoder start and what follows `</s>`."""
-    ids = torch.tensor([list(source)])
-    answers = both.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return [cut(answer[1:].tolist(), both.ours.spec.eos_id) for answer in answers]
-
-
-def cut(ids: list[int], eos: int | None) -> list[int]:
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
-
-
-# --- ours ----------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def our_memory(both: Both, sources: Sequence[Sequence[int]]) -> Tensor:
-    ids, _ = padded(sources, both.pad)
-    lengths = torch.tensor([len(source) for source in sources])
-    return both.network.encode(ids, padding_mask(lengths, ids.shape[1]))
-
-
-def our_logits(both: Both, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
-    """Of all pairs together."""
-    engine = Engine(both.ours, EngineConfig())
-    work = [Forward(src, tgt, positions="all") for src, tgt in pairs]
-    for forward in work:
-        engine.submit(forward)
-    found = {e.forward: e.logits for e in engine.run() if isinstance(e, ForwardEvent)}
-    return [found[forward] for forward in work]
+# --- our answers --------------------------------------------------------------------------------
 
 
 def our_tokens(
     both: Both, sources: Sequence[list[int]], decodings: Sequence[Decoding]
 ) -> list[Any]:
     """Of all rows together: greedy tokens, or a beam search's hypotheses."""
-    engine = Engine(both.ours, EngineConfig(max_rows=16))
     rows = [Row(s, both.start, d) for s, d in zip(sources, decodings, strict=True)]
-    return _run(engine, rows)
+    return run_rows(both, rows, max_rows=16)
 
 
 def our_defaults(both: Both, source: list[int], **parameters: Any) -> list[list[int]]:
     """What a request gets that says no more than this."""
-    request = GenerateRequest.model_validate({"input_ids": source, "parameters": parameters})
-    [plan] = generator_of(both.ours).plan(request)
-    [answer] = _run(Engine(both.ours, EngineConfig()), plan.sequences)
+    plan = our_plan(both, source, **parameters)
+    [answer] = run_rows(both, plan.sequences)
     if plan.sequences[0].decoding.num_beams == 1:
         return [answer]
     return [list(h.tokens) for h in answer[: plan.answers]]
-
-
-def _run(engine: Engine, rows: list[Row]) -> list[Any]:
-    for row in rows:
-        engine.submit(row)
-    hypotheses = {}
-    for event in engine.run():
-        if found := getattr(event, "hypotheses", ()):
-            hypotheses[event.sequence] = found
-    return [hypotheses.get(row, row.tokens) for row in rows]
 
 
 def cached_logits(both: Both, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
@@ -248,16 +150,9 @@ def largest_difference(both: Both) -> float:
     """Over encoder outputs and logits, padded and not; what is printed in docs/models.md."""
     sources = both.sources(12)
     pairs = list(zip(sources, both.targets(12), strict=True))
-    theirs = reference_memory(both, sources)
-    ours = our_memory(both, sources)
-    differences = [
-        (a[: len(source)] - b[: len(source)]).abs().max()
-        for source, a, b in zip(sources, ours, theirs, strict=True)
-    ]
-    for (src, tgt), logits in zip(pairs, our_logits(both, pairs), strict=True):
-        assert logits.std() > 0.5
-        differences.append((logits - reference_logits(both, src, tgt)).abs().max())
-    return max(float(difference) for difference in differences)
+    assert all(reference_logits(both, *pair).std() > 0.5 for pair in pairs)
+    differences = [*memory_differences(both, sources), *logits_differences(both, pairs)]
+    return max(difference.largest for difference in differences)
 
 
 def check_generation(both: Both) -> None:

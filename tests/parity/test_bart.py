@@ -16,97 +16,31 @@ from model.engine import Engine
 from model.loader import load_model
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
+from service.check import Both, cut, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
-    SIZES,
-    Both,
-    check_generation,
-    check_long_targets,
-    cut,
-    enliven,
+    edit_config,
     largest_difference,
     our_defaults,
-    our_logits,
-    reference_logits,
-    reference_tokens,
     save_and_load,
 )
+from tests.parity.families import make, reference_model
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
 REAL_MODEL = Path(__file__).parents[2].parent / "shared" / "data" / "bart-g2p-us"
 
-DEEP = {"encoder_layers": 3, "decoder_layers": 2, "decoder_attention_heads": 4}
-SHAPES: dict[str, dict[str, Any]] = {
-    "bart": {},
-    "bart-deep-scaled": DEEP | {"scale_embedding": True},
-    "bart-odd-heads": {"d_model": 21, "encoder_attention_heads": 3, "decoder_attention_heads": 1},
-    "bart-untied": {"tie_word_embeddings": False, "activation_function": "relu"},
-    "bart-silu": {"activation_function": "silu"},
-    "bart-gelu-new": {"activation_function": "gelu_new"},
-    "mbart": {"scale_embedding": True, "decoder_start_token_id": 5},
-    "mbart-deep": DEEP | {"decoder_start_token_id": 2},
-    "mbart-untied": {"tie_word_embeddings": False, "decoder_start_token_id": 2},
-}
-
-
-def reference_model(name: str, seed: int = 0, **options: Any) -> Any:
-    options = SIZES | SHAPES[name] | options
-    if name.startswith("mbart"):
-        network = transformers.MBartForConditionalGeneration(transformers.MBartConfig(**options))
-    else:
-        network = transformers.BartForConditionalGeneration(transformers.BartConfig(**options))
-    return enliven(network, seed)
-
-
-def make(directory: Path, name: str = "bart", **options: Any) -> Both:
-    return save_and_load(directory, reference_model(name, **options))
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_encoder_output_and_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
-    difference = largest_difference(make(tmp_path, name))
-    print(f"{name}: {difference:.1e}")
-    assert difference < ATOL
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_greedy_and_beam_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
-    check_generation(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["bart-deep-scaled", "mbart"])
-def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_path: Path) -> None:
-    check_long_targets(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["bart", "mbart"])
-def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
-    pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
-    for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
-        difference = (found - reference_logits(exact, src, tgt)).abs()
-        assert difference.mean() < 0.05
-        assert difference.max() < 0.5  # of logits that spread over about 12
-
-
 def test_position_zero_is_row_two(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "bart")
     tensors = load_file(tmp_path / "model.safetensors")
     for side in ("encoder", "decoder"):
         tensors[f"model.{side}.embed_positions.weight"][:2] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -123,7 +57,7 @@ def test_old_files_name_every_table(tied: bool, tmp_path: Path) -> None:
     whole = {name: tensor.clone() for name, tensor in state.items()}
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
     assert again.ours.parameters == both.ours.parameters
 
@@ -143,12 +77,12 @@ def test_a_file_without_a_logits_bias_has_none(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["final_logits_bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, reference, load_model(tmp_path, "cpu"))
+    again = Both(reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
 def test_tables_that_are_tied_must_be_equal(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "bart")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.shared.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors")
@@ -157,7 +91,7 @@ def test_tables_that_are_tied_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_named(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "bart")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.encoder.layers.0.fc1.bias"]
     tensors["model.encoder.layers.1.fc1.bias"] = torch.zeros(3)
@@ -196,7 +130,7 @@ PUBLISHED = {
 
 
 def test_the_keys_of_published_configs_are_accepted(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "bart")
     edit_config(tmp_path, **PUBLISHED)
     load_model(tmp_path, "cpu")
 
@@ -224,14 +158,14 @@ def test_the_keys_of_published_configs_are_accepted(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make(tmp_path)
+    make(tmp_path, "bart")
     edit_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):
         load_model(tmp_path, "cpu")
 
 
 def test_a_generation_config_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "bart")
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sequence_bias": [[[1], 2.0]]}))
     with pytest.raises(ModelError, match=r"generation_config\.json: sequence_bias must be None"):
@@ -271,7 +205,7 @@ def test_older_models_keep_their_defaults_in_config_json(tmp_path: Path) -> None
     both = save_and_load(tmp_path, reference)
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, **SUMMARISER)
-    old = Both(tmp_path, reference, load_model(tmp_path, "cpu"))
+    old = Both(reference, load_model(tmp_path, "cpu"))
     for source in both.sources(4):
         assert our_defaults(old, source) == reference_tokens(both, source, **SUMMARISER)
 

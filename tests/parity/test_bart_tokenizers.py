@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from model.families import bart
+from model.checkpoint import ModelError
+from model.families import bart, t5
 from model.tokenizer import IncrementalDetokenizer, Tokenizer
 from service.vocabulary import Vocabulary
 
@@ -83,6 +85,50 @@ def test_ids_and_texts_equal_the_reference_tokenizers(ours: Tokenizer, reference
     assert encoded == reference(texts)["input_ids"]
     for ids, text in zip(encoded, texts, strict=True):
         assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True) == text
+
+
+ADDED = {"<triplet>": True, "<term>": False}
+"""Tokens of a model that somebody trained further, and whether they are special."""
+
+
+def test_added_tokens_are_found_as_by_the_reference(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    size = len(json.loads((files / "vocab.json").read_text()))
+    ids = {token: size + i for i, token in enumerate(ADDED)}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    special = [token for token in ADDED if ADDED[token]]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": special}))
+    reference = transformers.BartTokenizer.from_pretrained(tmp_path)
+    found, _ = bart.tokenizers(tmp_path)
+    assert found is not None
+    texts = [*sentences(200, 5), "a<term>b", " <term> ", "<term><term>"]
+    for row, text in zip(found.encode(texts), texts, strict=True):
+        assert row == reference(text)["input_ids"]
+        assert found.decode([*row, ids["<triplet>"]]) == text
+    assert ids["<triplet>"] not in found.encode(["<triplet> a"])[0]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<term>": size + 7}))
+    with pytest.raises(ModelError, match="added token '<term>' must have the next id, got"):
+        bart.tokenizers(tmp_path)
+
+
+def test_codet5_has_sentinels_behind_such_a_vocabulary(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    size = len(json.loads((files / "vocab.json").read_text()))
+    sentinels = {f"<extra_id_{i}>": size + 9 - i for i in range(10)}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(sentinels))
+    settings = {"tokenizer_class": "RobertaTokenizer", "extra_special_tokens": [*sentinels]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    reference = transformers.RobertaTokenizer.from_pretrained(tmp_path)
+    found, both = t5.tokenizers(tmp_path)
+    assert found is both
+    assert found is not None
+    assert found.vocab_size == len(reference) == size + 10
+    texts = [*sentences(500, 6), "def f(<extra_id_0>):", "a <extra_id_3> b", "<extra_id_10>"]
+    assert found.encode(texts) == reference(texts)["input_ids"]
+    [ids] = found.encode(["moon<extra_id_1>river"])
+    assert sentinels["<extra_id_1>"] in ids
+    assert found.decode(ids) == "moonriver"
 
 
 def test_a_frame_has_a_head_and_a_tail(ours: Tokenizer) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from model.beam import BeamSearch
 from model.config import EngineConfig, ModelSpec
 from model.decoding import PROCESSORS, History, ProcessorBatch
 from model.engine import Engine
-from model.loader import LoadedModel
+from model.loader import LoadedModel, load_model
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
 from model.steppers import CachedStepper
@@ -37,7 +36,7 @@ from tests.parity.cases import (
     random_case,
     reference_answer,
 )
-from tests.parity.reference import EOS, SHAPES, Shape, bridge, reference_model
+from tests.parity.reference import EOS, NAMES, decoded_model
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -67,11 +66,10 @@ class Proof:
 @cache
 def proof(name: str) -> Proof:
     torch.set_num_threads(1)
-    shape = SHAPES[name]
-    reference = reference_model(shape, seed=0)
-    model = bridge(shape, reference.state_dict())
+    both = decoded_model(name)
+    reference, model = both.reference, both.ours
     rng = random.Random(f"cases of {name}")
-    cases = [random_case(rng, shape) for _ in range(CASES)]
+    cases = [random_case(rng, model.spec) for _ in range(CASES)]
     expected = [reference_answer(reference, case) for case in cases]
     alone = [answer_alone(model, case) for case in cases]
     return Proof(reference, model, cases, expected, alone)
@@ -90,19 +88,20 @@ def differing(proof: Proof, answers: Sequence[Answer], what: str) -> list[Case]:
         else:
             wrong.append(case)
     print(f"{what}: {len(answers)} cases, {len(wrong)} differ, {rounding} by rounding")
-    assert rounding <= ROUNDING_ALLOWED * len(SHAPES) * CASES
+    assert rounding <= ROUNDING_ALLOWED * len(NAMES) * CASES
     return wrong
 
 
 # --- the networks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_both_sides_run_the_same_network(name: str) -> None:
-    shape, p = SHAPES[name], proof(name)
+    p = proof(name)
+    spec = p.model.spec
     draw = torch.Generator().manual_seed(1)
-    src = torch.randint(3, shape.src_vocab, (5, 11), generator=draw)
-    tgt = torch.randint(3, shape.tgt_vocab, (5, 30), generator=draw)
+    src = torch.randint(3, spec.src_vocab_size, (5, 11), generator=draw)
+    tgt = torch.randint(3, spec.tgt_vocab_size, (5, 30), generator=draw)
     lengths = torch.tensor([11, 1, 4, 9, 11])
     mask = (torch.arange(11) < lengths[:, None]).long()
     with torch.inference_mode():
@@ -121,7 +120,7 @@ def test_both_sides_run_the_same_network(name: str) -> None:
 # --- greedy and beam search ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
 class TestTheReferenceIsMatched:
     def test_alone(self, name: str) -> None:
         assert differing(proof(name), proof(name).alone, f"{name}, alone") == []
@@ -129,7 +128,7 @@ class TestTheReferenceIsMatched:
     def test_in_mixed_company_that_comes_and_goes(self, name: str) -> None:
         p, rng = proof(name), random.Random(f"company of {name}")
         rows = [case.row() for case in p.cases]
-        company = [random_case(rng, SHAPES[name], sample=True) for _ in range(CASES // 3)]
+        company = [random_case(rng, proof(name).model.spec, sample=True) for _ in range(CASES // 3)]
         events = events_in_company(p.model, rows, [case.row() for case in company], rng)
         assert differing(p, answers_of(rows, events), f"{name}, in company") == []
 
@@ -151,7 +150,8 @@ class TestTheReferenceIsMatched:
         cases, expected = proof(name).cases, proof(name).expected
         said = [answer.tokens[0] for answer in expected if answer.tokens]
         assert len(set(said)) > 0.6 * CASES
-        assert len({token for tokens in said for token in tokens}) > 0.8 * SHAPES[name].tgt_vocab
+        vocab = proof(name).model.spec.tgt_vocab_size
+        assert len({token for tokens in said for token in tokens}) > 0.8 * vocab
         assert len({len(tokens) for tokens in said}) > 8
         ended = sum(tokens[-1] == EOS for tokens in said)
         assert 0.2 * CASES < ended < 0.8 * CASES
@@ -170,9 +170,7 @@ class TestTheReferenceIsMatched:
 
 def test_edges_are_among_the_cases() -> None:
     every = [
-        pair
-        for name in SHAPES
-        for pair in zip(proof(name).cases, proof(name).expected, strict=True)
+        pair for name in NAMES for pair in zip(proof(name).cases, proof(name).expected, strict=True)
     ]
     assert any(not answer.tokens for _, answer in every), "all tokens are banned"
     assert any(0 < len(a.tokens) < c.decoding.num_beams for c, a in every), "too few hypotheses"
@@ -190,7 +188,7 @@ OPENAI = {"frequency_penalty", "presence_penalty"}
 @pytest.mark.parametrize("field", sorted(set(NO_OPS) - ON_DRAWS_ALONE - OPENAI))
 def test_each_parameter_decides_some_of_the_cases(field: str) -> None:
     decided = 0
-    for name in SHAPES:
+    for name in NAMES:
         p = proof(name)
         asking = [
             (case, alone)
@@ -302,21 +300,7 @@ def test_warpers_in_any_combination_each_row_its_own() -> None:
 
 @pytest.fixture(scope="module")
 def published() -> LoadedModel:
-    config = json.loads((REAL_MODEL / "config.json").read_text(encoding="utf-8"))
-    shape = Shape(
-        dim=config["d_model"],
-        heads=config["encoder_attention_heads"],
-        encoder_layers=config["encoder_layers"],
-        decoder_layers=config["decoder_layers"],
-        hidden=config["encoder_ffn_dim"],
-        src_vocab=config["vocab_size"],
-        tgt_vocab=config["vocab_size"],
-        start=config["decoder_start_token_id"],
-        bart=True,
-        scaled=config["scale_embedding"],
-        positions=config["max_position_embeddings"],
-    )
-    return bridge(shape, load_file(REAL_MODEL / "model.safetensors"))
+    return load_model(REAL_MODEL, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,80 +14,36 @@ import torch
 from model.checkpoint import ModelError
 from model.config import EngineConfig
 from model.engine import Engine
+from model.families import m2m_100
 from model.loader import LoadedModel, load_model
-from model.multilingual import MBART_CODES
 from seqserve.schemas import GenerateRequest, ScoreRequest, TokenizeRequest
+from service.check import cut
 from service.inspection import Inspector
 from service.served import generator_of
-from tests.parity.checkpoints import SIZES, cut, enliven
+from tests.parity.families import reference_model
+from tests.parity.tokenizer_files import (
+    charsmap,
+    m2m100,
+    mbart,
+    mbart50,
+    nllb,
+    processor_of,
+    scored,
+    sentences,
+    small100,
+    write_pieces,
+)
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
+generate_merges = pytest.importorskip("transformers.tokenization_utils_base").generate_merges
 
-WORDS = ["the", "moon", "Über", "ça", "42", "don't", "reads", "日本", "مرحبا", ",", "🙂", "river"]
 TEXTS = ["moon", " the  moon ", "Über, ça!", "a\nb\tc", "日本 42", "eng Latn", "x" * 50]
-
-
-def sentences(count: int, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 10))) for _ in range(count)]
 
 
 @pytest.fixture(scope="session")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small SentencePiece model."""
-    path = tmp_path_factory.mktemp("pieces") / "sentencepiece.bpe.model"
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences(400, 0)),
-            model_writer=file,
-            vocab_size=90,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-    return path
-
-
-def processor_of(pieces: Path) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=str(pieces))
-
-
-def scored(pieces: Path) -> list[tuple[str, float]]:
-    spm = processor_of(pieces)
-    return [(spm.id_to_piece(i), spm.get_score(i)) for i in range(spm.get_piece_size())]
-
-
-def nllb(directory: Path, pieces: Path, **settings: Any) -> Any:
-    spm = scored(pieces)
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in spm[3:])]
-    letters = [t for t in tokens if len(t) == 1]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, *letters]))}
-    tokenizer = transformers.NllbTokenizer(vocab=vocab, merges=[], **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def m2m100(directory: Path, pieces: Path, **settings: Any) -> Any:
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *(piece for piece, _ in scored(pieces)[3:-5])]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
-    tokenizer = transformers.M2M100Tokenizer(str(directory / "vocab.json"), str(pieces), **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def mbart50(directory: Path, pieces: Path, **settings: Any) -> Any:
-    tokenizer = transformers.MBart50Tokenizer(vocab=scored(pieces), **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def mbart(directory: Path, pieces: Path, **settings: Any) -> Any:
-    special = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    codes = [(code, 0.0) for code in [*MBART_CODES.split(), "<mask>"]]  # as published
-    vocab = [*special, *scored(pieces)[3:], *codes]
-    tokenizer = transformers.MBartTokenizer(vocab=vocab, **settings)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
+    return write_pieces(tmp_path_factory.mktemp("pieces") / "sentencepiece.bpe.model")
 
 
 KINDS: dict[str, Any] = {
@@ -114,17 +69,8 @@ def save(directory: Path, kind: str, pieces: Path, **options: Any) -> tuple[Any,
     """A whole model directory; the reference's tokenizer and network."""
     make, settings = KINDS[kind]
     tokenizer = make(directory, pieces, **settings)
-    sizes = (
-        SIZES
-        | {"vocab_size": len(tokenizer.get_vocab()) + 108, "decoder_start_token_id": 2}
-        | options
-    )
-    if kind.startswith("mbart"):
-        config = transformers.MBartConfig(**sizes, scale_embedding=True)
-        network = transformers.MBartForConditionalGeneration(config)
-    else:
-        network = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
-    network = enliven(network.eval(), 3)
+    sizes = {"vocab_size": len(tokenizer.get_vocab()) + 108, "decoder_start_token_id": 2} | options
+    network = reference_model("mbart" if kind.startswith("mbart") else "m2m_100", **sizes)
     network.save_pretrained(directory)
     return tokenizer, network
 
@@ -244,9 +190,7 @@ def test_a_model_whose_decoder_starts_with_a_language_starts_with_the_one_asked_
 
 def test_small_100_names_the_target_in_the_source_alone(pieces: Path, tmp_path: Path) -> None:
     save(tmp_path, "m2m100", pieces)
-    path = tmp_path / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": "SMALL100Tokenizer"}
-    path.write_text(json.dumps(settings))
+    small100(tmp_path, pieces)
     model = load_model(tmp_path, "cpu")
     assert model.languages is not None
     german = model.languages.ids["de"]
@@ -304,14 +248,152 @@ def test_an_nllb_with_a_sentencepiece_model_alone_takes_its_codes_from_its_files
     path = tmp_path / "tokenizer_config.json"
     settings = {"tokenizer_class": "NllbTokenizer"}
     path.write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match="no additional_special_tokens that are languages"):
-        load_model(tmp_path, "cpu")
     codes = {"additional_special_tokens": ["ace_Arab", "eng_Latn"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(codes))
     found = load_model(tmp_path, "cpu").languages
     assert found is not None
     size = processor_of(pieces).get_piece_size()
     assert found.ids == {"ace_Arab": size + 1, "eng_Latn": size + 2}
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SentencePiece model of NLLB's kind."""
+    path = tmp_path_factory.mktemp("bpe") / "sentencepiece.bpe.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences(400, 0)),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=70,
+            minloglevel=2,
+        )
+    return path
+
+
+def nllb_reference(bpe: Path) -> Any:
+    """What the reference makes of that model."""
+    pieces = [piece for piece, _ in scored(bpe)]
+    merges = generate_merges({piece: id for id, piece in enumerate(pieces)})
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *pieces[3:]]
+    return transformers.NllbTokenizer(
+        vocab={token: id for id, token in enumerate(tokens)},
+        merges=merges,
+        _spm_precompiled_charsmap=charsmap(bpe.read_bytes()),
+    )
+
+
+def test_an_nllb_with_a_sentencepiece_model_alone_has_the_references_ids(
+    bpe: Path, tmp_path: Path
+) -> None:
+    shutil.copy(bpe, tmp_path)
+    config = {"model_type": "m2m_100", "tokenizer_class": "NllbTokenizer"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source, _ = m2m_100.tokenizers(tmp_path)
+    reference = nllb_reference(bpe)
+    assert source is not None
+    assert source.languages is not None
+    # As published: pieces, languages, <mask>. (The reference built from parts puts <mask> first.)
+    mask = source.vocab_size - 1
+    first = mask - 202
+    names = reference.convert_ids_to_tokens(range(len(reference)))
+    assert [source.token(id) for id in range(first)] == names[:first]
+    assert [source.token(id) for id in range(first, mask)] == names[first + 1 :]
+    assert source.token(mask) == "<mask>"
+    assert list(source.languages.ids) == names[first + 1 :]
+    texts = [text.rstrip() for text in TEXTS + sentences(1000, 5)]
+    texts += ["a  b", "  moon", "\u3000wide \u00a0 Ａ ﬁ", "▁moon"]
+    assert source.encode(texts, framed=False) == [
+        ids[1:-1] for ids in reference(texts)["input_ids"]
+    ]
+    assert source.encode(["moon "]) == source.encode(["moon"])  # as SentencePiece has it
+
+
+def test_a_class_may_be_named_by_config_json(pieces: Path, tmp_path: Path) -> None:
+    tokenizer, _ = save(tmp_path, "mbart-50", pieces)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.copy(pieces, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"src_lang": null, "language_codes": "ML50"}')
+    change_json(tmp_path / "config.json", tokenizer_class="MBart50Tokenizer")
+    found = load_model(tmp_path, "cpu").languages
+    assert found is not None
+    assert (len(found.ids), found.before) == (52, True)
+    assert found.ids["sl_SI"] == tokenizer.convert_tokens_to_ids("sl_SI")
+
+
+def test_small_100_is_known_by_the_code_that_comes_with_it(pieces: Path, tmp_path: Path) -> None:
+    save(tmp_path, "m2m100", pieces)
+    (tmp_path / "tokenization_small100.py").write_text("")
+    found = load_model(tmp_path, "cpu").languages
+    assert found is not None
+    assert (found.source_names, found.target) == ("tgt_lang", "none")
+
+
+ADDED = {"<term>": False, "<term>x": False, "__tlh__": True, "<drop>": True}
+"""Tokens that somebody trained a model further with, and whether they are special."""
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_added_tokens_are_found_as_by_the_reference(
+    described: bool, pieces: Path, tmp_path: Path
+) -> None:
+    tokenizer, _ = save(tmp_path, "m2m100", pieces)
+    ids = {token: tokenizer.encoder_size + 108 + i for i, token in enumerate(ADDED)}
+    entries = {
+        str(id): {"content": token, "special": ADDED[token], "normalized": False}
+        for token, id in ids.items()
+    }
+    path = tmp_path / "tokenizer_config.json"
+    special = [token for token in ADDED if ADDED[token]]
+    settings = {"tokenizer_class": "M2M100Tokenizer", "extra_special_tokens": special}
+    if described:
+        entries |= json.loads(path.read_text())["added_tokens_decoder"]
+        path.write_text(json.dumps(settings | {"added_tokens_decoder": entries}))
+    else:
+        path.write_text(json.dumps(settings))
+        (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    reference = transformers.M2M100Tokenizer.from_pretrained(tmp_path)
+    source, _ = m2m_100.tokenizers(tmp_path)
+    assert source is not None
+    assert source.languages is not None
+    assert source.languages.ids["tlh"] == ids["__tlh__"]
+    assert len(source.languages.ids) == 101
+    texts = [text.replace("42", "<term>") for text in sentences(300, 6)]
+    texts += ["<term>", "moon<term>x the<term>", "<term><term> river", " <term> "]
+    expected = reference(texts)["input_ids"]
+    assert [ids[1:] for ids in expected] == source.encode(texts)
+    assert any(ids["<term>"] in row for row in expected)
+    for row in expected:
+        row = [*row[1:], ids["<drop>"]]
+        assert source.decode(row) == reference.decode(row, skip_special_tokens=True)
+    [dropped] = source.encode(["a <drop> b"])
+    assert ids["<drop>"] not in dropped
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("added_tokens.json", '{"<a>": "7"}', "expected tokens with their ids"),
+        ("added_tokens.json", "[]", "expected an object"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": {}}}',
+            "added_tokens_decoder must describe tokens by id",
+        ),
+    ],
+)
+def test_broken_added_tokens_are_refused(
+    file: str, content: str, message: str, pieces: Path, tmp_path: Path
+) -> None:
+    m2m100(tmp_path, pieces)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelError, match=f"{file}: {message}"):
+        m2m_100.tokenizers(tmp_path)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_a_default_target_is_what_the_model_forces(pieces: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +12,18 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import ModelError
 from model.loader import load_model
 from model.sequence import Decoding
-from tests.parity.checkpoints import (
-    ATOL,
-    SIZES,
-    Both,
-    check_generation,
-    check_long_targets,
-    enliven,
-    largest_difference,
-    our_defaults,
-    our_logits,
-    our_tokens,
-    reference_logits,
-    reference_tokens,
-    save_and_load,
-)
+from service.check import Both, our_logits, reference_logits, reference_tokens
+from tests.parity.checkpoints import ATOL, edit_config, largest_difference, our_defaults, our_tokens
+from tests.parity.families import make
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
-
-DEEP = {"encoder_layers": 3, "decoder_layers": 2, "decoder_attention_heads": 4}
-ODD = {"d_model": 21, "encoder_attention_heads": 3, "decoder_attention_heads": 1}
-SHAPES: dict[str, dict[str, Any]] = {
-    "m2m_100": {},
-    "m2m_100-deep": DEEP,
-    "m2m_100-unscaled": {"scale_embedding": False, "activation_function": "gelu"},
-    "m2m_100-odd": ODD,
-    "m2m_100-untied": {"tie_word_embeddings": False},
-    "m2m_100-pad": {"pad_token_id": 5},
-    "pegasus": {"activation_function": "relu", "scale_embedding": True},
-    "pegasus-deep": DEEP | {"scale_embedding": True},
-    "pegasus-unscaled": {},
-    "pegasus-odd": ODD | {"activation_function": "relu"},
-    "pegasus-untied": {"tie_word_embeddings": False},
-}
-
-
-SEEDS = {"m2m_100-odd": 5}
-"""Where the usual one draws a model that says few different tokens."""
-
-
-def reference_model(name: str, **options: Any) -> Any:
-    options = SIZES | SHAPES[name] | options
-    if name.startswith("pegasus"):
-        network = transformers.PegasusForConditionalGeneration(
-            transformers.PegasusConfig(**options)
-        )
-    else:
-        network = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**options))
-    return enliven(network.eval(), SEEDS.get(name, 3))
-
-
-def make(directory: Path, name: str = "m2m_100", **options: Any) -> Both:
-    return save_and_load(directory, reference_model(name, **options))
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_encoder_output_and_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
-    difference = largest_difference(make(tmp_path, name))
-    print(f"{name}: {difference:.1e}")
-    assert difference < ATOL
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_greedy_and_beam_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
-    check_generation(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["m2m_100-deep", "m2m_100-odd", "pegasus-deep"])
-def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_path: Path) -> None:
-    check_long_targets(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["m2m_100", "pegasus"])
-def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
-    pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
-    for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
-        difference = (found - reference_logits(exact, src, tgt)).abs()
-        assert difference.mean() < 0.05
-        assert difference.max() < 0.5  # of logits that spread over about 12
-
-
 def test_positions_far_out_are_the_references(tmp_path: Path) -> None:
-    both = make(tmp_path, max_position_embeddings=1024)
+    both = make(tmp_path, "m2m_100", max_position_embeddings=1024)
     source = both.sources(1, seed=3, longest=2)[0] * 500
     target = [*both.start, *(both.sources(1, seed=4, longest=2)[0] * 500)]
     [found] = our_logits(both, [(source[:1000], target[:1000])])
@@ -114,7 +32,7 @@ def test_positions_far_out_are_the_references(tmp_path: Path) -> None:
 
 
 def test_a_generated_pad_has_no_position(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "m2m_100")
     for source in both.sources(4):
         [expected] = reference_tokens(
             both, source, num_beams=1, max_new_tokens=12, forced_bos_token_id=both.pad
@@ -126,7 +44,7 @@ def test_a_generated_pad_has_no_position(tmp_path: Path) -> None:
 
 
 def test_a_forced_first_token_is_each_row_s_own(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "m2m_100")
     sources = both.sources(6, seed=9)
     languages = [40 + i % 3 for i in range(6)]
     expected = [
@@ -151,19 +69,19 @@ def test_position_encodings_in_a_file_are_read_or_computed(tmp_path: Path) -> No
     for name in positions:
         del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
     assert len(positions) in (0, 2)
 
 
 def test_old_files_name_every_table_and_hold_positions(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "m2m_100")
     whole = {name: tensor.clone() for name, tensor in both.reference.state_dict().items()}
     for side in ("encoder", "decoder"):
         whole[f"model.{side}.embed_positions.weights"] = torch.full((102, 24), torch.nan)
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -200,7 +118,7 @@ def test_the_keys_of_published_configs_are_accepted(
     both = make(tmp_path, name)
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, **keys)
-    old = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    old = Both(both.reference, load_model(tmp_path, "cpu"))
     options = {k: keys[k] for k in ("num_beams", "max_length", "early_stopping") if k in keys}
     options |= {"length_penalty": keys.get("length_penalty", 1.0)}
     for source in both.sources(3):
@@ -227,7 +145,7 @@ def test_what_is_not_implemented_is_refused_by_name(
 
 
 def test_a_width_without_position_encodings_is_refused(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "m2m_100")
     edit_config(tmp_path, d_model=2)
     with pytest.raises(ModelError, match="d_model must be at least 4, got 2"):
         load_model(tmp_path, "cpu")

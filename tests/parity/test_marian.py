@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,78 +20,22 @@ from model.checkpoint import ModelError
 from model.families import marian
 from model.loader import load_model
 from model.tokenizer import IncrementalDetokenizer
+from service.check import Both, our_logits, reference_tokens
 from tests.parity.checkpoints import (
     ATOL,
     POSITIONS,
     SIZES,
-    Both,
-    check_generation,
-    check_long_targets,
-    enliven,
+    edit_config,
     largest_difference,
     our_defaults,
-    our_logits,
-    reference_logits,
-    reference_tokens,
     save_and_load,
 )
+from tests.parity.families import LAST, make, reference_model
+from tests.parity.tokenizer_files import charsmap, train_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
-PAD = SIZES["vocab_size"] - 1
-IDS = {"pad_token_id": PAD, "eos_token_id": 0, "decoder_start_token_id": PAD}
-IDS |= {"forced_eos_token_id": 0, "bos_token_id": 0}
-OPUS: dict[str, Any] = {"scale_embedding": True, "activation_function": "swish", **IDS}
-DEEP = {"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4}
-TWO = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61}
-SHAPES: dict[str, dict[str, Any]] = {
-    "opus": OPUS,
-    "deep": OPUS | DEEP,
-    "unscaled-relu": OPUS | {"scale_embedding": False, "activation_function": "relu"},
-    "odd-heads": OPUS | {"d_model": 21, "encoder_attention_heads": 3, "decoder_attention_heads": 1},
-    "two-vocabularies": OPUS | TWO,
-    "two-vocabularies-untied": OPUS | TWO | {"tie_word_embeddings": False},
-    "untied": OPUS | {"tie_word_embeddings": False},
-}
-
-
-def reference_model(name: str = "opus", seed: int = 0, **options: Any) -> Any:
-    config = transformers.MarianConfig(**(SIZES | SHAPES[name] | options))
-    return enliven(transformers.MarianMTModel(config), seed)
-
-
-def make(directory: Path, name: str = "opus", **options: Any) -> Both:
-    return save_and_load(directory, reference_model(name, **options))
-
-
-# --- numbers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_encoder_output_and_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
-    difference = largest_difference(make(tmp_path, name))
-    print(f"marian-{name}: {difference:.1e}")
-    assert difference < ATOL
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_greedy_and_beam_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
-    check_generation(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["deep", "two-vocabularies"])
-def test_cached_steps_equal_the_full_pass_beyond_64_positions(name: str, tmp_path: Path) -> None:
-    check_long_targets(make(tmp_path, name))
-
-
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    exact = make(tmp_path, "deep")
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
-    pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
-    for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
-        difference = (found - reference_logits(exact, src, tgt)).abs()
-        assert difference.mean() < 0.05
-        assert difference.max() < 0.5  # of logits that spread over about 12
+PAD = LAST
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -98,7 +43,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 def with_positions(both: Both) -> dict[str, torch.Tensor]:
     """The tensors of published files, which hold the position encodings too."""
-    tensors = load_file(both.directory / "model.safetensors")
+    tensors = load_file(both.ours.directory / "model.safetensors")
     for side in ("encoder", "decoder"):
         name = f"model.{side}.embed_positions.weight"
         assert name not in tensors
@@ -107,28 +52,28 @@ def with_positions(both: Both) -> dict[str, torch.Tensor]:
 
 
 def test_positions_in_the_file_are_read(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "opus")
     computed = our_logits(both, [([5, 6], [PAD, 7])])[0]
     tensors = with_positions(both)
     save_file(tensors, tmp_path / "model.safetensors")
-    read = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    read = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(read) < ATOL
     assert read.ours.parameters == both.ours.parameters + 2 * POSITIONS * SIZES["d_model"]
     tensors["model.encoder.embed_positions.weight"] += 1.0
     save_file(tensors, tmp_path / "model.safetensors")
-    moved = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    moved = Both(both.reference, load_model(tmp_path, "cpu"))
     assert (our_logits(moved, [([5, 6], [PAD, 7])])[0] - computed).abs().max() > 0.01
 
 
 def test_published_files_name_every_table(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "opus")
     tensors = with_positions(both)
     (tmp_path / "model.safetensors").unlink()
     table = tensors["model.shared.weight"]
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     tensors |= dict.fromkeys((*names, "lm_head.weight"), table)
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert largest_difference(Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))) < ATOL
+    assert largest_difference(Both(both.reference, load_model(tmp_path, "cpu"))) < ATOL
 
 
 @pytest.mark.parametrize(
@@ -148,9 +93,8 @@ def test_published_files_name_every_table(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    make(tmp_path, "opus")
+    edit_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):
         load_model(tmp_path, "cpu")
 
@@ -169,7 +113,7 @@ PUBLISHED = {
 
 def eager_to_pad(directory: Path, **defaults: Any) -> Both:
     """A model that would say `<pad>` at every step if it could."""
-    reference = reference_model()
+    reference = reference_model("opus")
     reference.final_logits_bias[0, PAD] += 6.0
     reference.generation_config.update(**(PUBLISHED | defaults))
     return save_and_load(directory, reference)
@@ -234,14 +178,7 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 def train(path: Path, seed: int) -> sentencepiece.SentencePieceProcessor:
     corpus = [s.replace(">>deu<< ", "") for s in sentences(400, seed)]
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(corpus),
-            model_writer=file,
-            vocab_size=90,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
+    path.write_bytes(train_pieces(iter(corpus), vocab_size=90))
     return sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 
@@ -319,6 +256,102 @@ def test_special_tokens_in_a_text_are_text(directory: Path) -> None:
     [ids] = source.encode(["</s> the <pad>"])
     assert ids.count(source.vocabulary["</s>"]) == 1
     assert source.vocabulary["<pad>"] not in ids
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a `tokenizer.json` alone, as conversions for other runtimes have it."""
+    path = tmp_path_factory.mktemp("json")
+    spm = train(path / "source.spm", 0)
+    scores = {spm.id_to_piece(id): spm.get_score(id) for id in range(3, len(spm))}
+    vocab = [("</s>", 0.0), ("<unk>", 0.0), *scores.items(), (">>deu<<", 0.0), ("<pad>", 0.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=1))
+    rules = charsmap((path / "source.spm").read_bytes())
+    backend.normalizer = tokenizers.normalizers.Precompiled(rules)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace()]
+    )
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 0)]
+    )
+    backend.add_special_tokens(["</s>", "<unk>", "<pad>"])
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_tokenizer_json_alone_serves_both_sides(one_file: Path) -> None:
+    source, target = marian.tokenizers(one_file)
+    assert source is not None
+    assert target is not None
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(one_file / "tokenizer.json")
+    )
+    code = reference.convert_tokens_to_ids(">>deu<<")
+    assert source.languages is not None
+    assert (source.languages.ids, target.languages) == ({"deu": code}, None)
+    texts = [t for t in TRICKY + sentences(1000, seed=6) if not t.startswith(">>")]
+    expected = reference(texts)["input_ids"]
+    assert source.encode(texts) == target.encode(texts) == expected
+    assert source.encode([f">>deu<< {text}" for text in texts]) == [[code, *e] for e in expected]
+    assert source.encode([">>xyz<< the tree"]) == [[1, *reference("the tree")["input_ids"]]]
+    for ids in expected:
+        assert target.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert target.decode([code]) == reference.decode([code]) == ">>deu<<"
+
+
+def test_a_tokenizer_json_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(ModelError, match=r"</s> and <unk> must be in the vocabulary"):
+        marian.tokenizers(tmp_path)
+
+
+def test_added_tokens_are_found_as_by_the_reference(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    ids = {"<term>": len(vocabulary), ">>ces<<": len(vocabulary) + 1}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
+    separate = (directory / "target_vocab.json").exists()
+    settings = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": separate}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends a package that it does not use
+        reference = transformers.MarianTokenizer.from_pretrained(tmp_path)
+    source, target = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids["ces"] == ids[">>ces<<"]
+    texts = [text.replace("moon", "<term>") for text in TRICKY + sentences(300, seed=5)]
+    texts += [">>ces<< the moon", "a<term>tree", "<term>"]
+    assert source.encode(texts) == reference(texts)["input_ids"]
+    assert any(ids["<term>"] in row for row in source.encode(texts))
+
+
+def test_languages_are_the_codes_of_the_vocabulary(directory: Path, reference: Any) -> None:
+    source, target = marian.tokenizers(directory)
+    assert source is not None
+    assert target is not None
+    assert source.languages is not None
+    assert source.languages.ids == {"deu": source.vocabulary[">>deu<<"]}
+    assert source.languages.find(">>deu<<") == source.languages.find("deu")
+    assert target.languages is None
+    texts = [text for text in TRICKY + sentences(1000, seed=4) if not text.startswith(">>")]
+    head, tail = source.languages.around(source.languages.find("deu"))
+    found = [[*head, *ids, *tail] for ids in source.encode(texts, framed=False)]
+    assert found == reference([f">>deu<< {text}" for text in texts])["input_ids"]
+
+
+def test_a_model_of_one_target_has_no_languages(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "vocab.json"
+    vocabulary = {k: v for k, v in json.loads(path.read_text()).items() if k != ">>deu<<"}
+    path.write_text(json.dumps(vocabulary))
+    source, _ = marian.tokenizers(tmp_path)
+    assert source is not None
+    assert source.languages is None
 
 
 def test_a_language_code_alone_is_one_token(directory: Path) -> None:

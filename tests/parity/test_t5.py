@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
@@ -20,131 +19,29 @@ from model.layers import RelativePositionBias, relative_buckets
 from model.loader import load_model
 from model.sequence import Decoding, Forward
 from model.sequence import Sequence as Row
-from tests.parity.checkpoints import (
-    ATOL,
-    SPREAD,
+from service.check import (
     Both,
-    check_generation,
-    check_long_targets,
     cut,
-    largest_difference,
-    our_defaults,
     our_logits,
     our_memory,
     reference_logits,
     reference_memory,
     reference_tokens,
+)
+from tests.parity.checkpoints import (
+    ATOL,
+    check_long_targets,
+    edit_config,
+    largest_difference,
+    our_defaults,
     save_and_load,
 )
+from tests.parity.families import make, reference_model
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
-SIZES: dict[str, Any] = {
-    "d_model": 24,
-    "d_kv": 8,
-    "d_ff": 40,
-    "num_layers": 1,
-    "num_heads": 3,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "vocab_size": 53,
-    "decoder_start_token_id": 0,
-}
-
-DEEP = {"num_layers": 3, "num_decoder_layers": 2}
-GATED = {"feed_forward_proj": "gated-gelu"}
-BUCKETS = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-SHAPES: dict[str, dict[str, Any]] = {
-    "t5": {},
-    "t5-deep": DEEP | BUCKETS,
-    "t5-narrow-heads": {"d_kv": 5, "num_heads": 4},
-    "t5-wide-heads": {"d_kv": 13, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 1},
-    "t5-untied": {"tie_word_embeddings": False},
-    "t5-v1.1": GATED | {"tie_word_embeddings": False},
-    "flan-deep": DEEP | GATED | {"tie_word_embeddings": False, "d_kv": 5},
-    "t5-gated-silu": {"feed_forward_proj": "gated-silu"},
-    "mt5": {},
-    "mt5-deep": DEEP | BUCKETS | {"d_kv": 7},
-    "mt5-tied": {},
-    "byt5": GATED
-    | {"tie_word_embeddings": False, "num_layers": 3, "num_decoder_layers": 1}
-    | {"vocab_size": 384},
-}
-
-OWN_OUTPUT = ("t5-untied", "t5-v1.1", "flan-deep", "mt5", "mt5-deep", "byt5")
-"""Those whose output layer is no token table."""
-
-
-def reference_model(name: str, seed: int = 0, **options: Any) -> Any:
-    options = SIZES | SHAPES[name] | options
-    if name.startswith("mt5"):
-        network = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**options))
-    else:
-        network = transformers.T5ForConditionalGeneration(transformers.T5Config(**options))
-    if name in OWN_OUTPUT:  # the constructor ties, whatever the configuration says
-        network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.clone())
-    return enliven(network, seed)
-
-
-@torch.no_grad()
-def enliven(network: Any, seed: int) -> Any:
-    """Draw weights such that answers vary in tokens and in length, and positions matter."""
-    draw = torch.Generator().manual_seed(seed)
-    for name, parameter in network.named_parameters():
-        if parameter.dim() == 1:
-            parameter.normal_(1.0, 0.1, generator=draw)
-        elif "relative_attention_bias" in name:
-            parameter.normal_(0.0, 1.5, generator=draw)
-        else:
-            width = 1.0 if "shared" in name else 1.0 / math.sqrt(parameter.shape[-1])
-            parameter.normal_(0.0, width, generator=draw)
-    eos = network.config.eos_token_id
-    network.lm_head.weight[eos] *= 2.0  # likelier than others, or much less so
-    vocab = network.config.vocab_size
-    src = torch.randint(3, vocab, (32, 8), generator=draw)
-    tgt = torch.randint(3, vocab, (32, 12), generator=draw)
-    logits = network(input_ids=src, decoder_input_ids=tgt).logits
-    # Negative, since a tied table would otherwise make every token likely to follow itself.
-    network.decoder.final_layer_norm.weight *= -SPREAD / logits.std(dim=(0, 1)).mean()
-    return network.eval()
-
-
-def make(directory: Path, name: str = "t5", **options: Any) -> Both:
-    return save_and_load(directory, reference_model(name, **options))
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
 
 # --- numbers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_encoder_output_and_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
-    difference = largest_difference(make(tmp_path, name))
-    print(f"{name}: {difference:.1e}")
-    assert difference < ATOL
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_greedy_and_beam_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
-    check_generation(make(tmp_path, name))
-
-
-@pytest.mark.parametrize("name", ["t5", "flan-deep", "mt5", "byt5"])
-def test_cached_steps_equal_the_full_pass_beyond_64_positions_and_the_last_bucket(
-    name: str, tmp_path: Path
-) -> None:
-    both = make(tmp_path, name)
-    assert both.reference.config.relative_attention_max_distance < 64
-    check_long_targets(both)
-
-
-def test_cached_steps_equal_the_full_pass_with_buckets_as_published(tmp_path: Path) -> None:
-    check_long_targets(make(tmp_path, "t5-deep"))
 
 
 def test_rows_with_prefixes_of_different_lengths_decode_side_by_side(tmp_path: Path) -> None:
@@ -200,7 +97,7 @@ ORIGINAL = RelativePositionBias.forward
 def test_the_comparison_of_cached_steps_notices_a_wrong_bias(
     fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "t5")
     monkeypatch.setattr(RelativePositionBias, "forward", fault)
     with pytest.raises(AssertionError, match="not close"):
         check_long_targets(both)
@@ -240,17 +137,6 @@ def test_attention_weights_equal_the_reference(name: str, tmp_path: Path) -> Non
             torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["t5", "flan-deep", "mt5"])
-def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
-    exact = make(tmp_path, name)
-    rounded = Both(tmp_path, exact.reference, load_model(tmp_path, "cpu", "bfloat16"))
-    pairs = list(zip(exact.sources(8), exact.targets(8), strict=True))
-    for (src, tgt), found in zip(pairs, our_logits(rounded, pairs), strict=True):
-        difference = (found - reference_logits(exact, src, tgt)).abs()
-        assert difference.mean() < 0.1
-        assert difference.max() < 1.0  # of logits that spread over about 12
-
-
 @pytest.mark.parametrize("name", ["t5", "t5-v1.1"])
 def test_float16_bears_feed_forwards_beyond_its_range(name: str, tmp_path: Path) -> None:
     reference = reference_model(name)
@@ -259,7 +145,7 @@ def test_float16_bears_feed_forwards_beyond_its_range(name: str, tmp_path: Path)
             if parameter_name.endswith("wo.weight"):
                 parameter *= 3e5
     exact = save_and_load(tmp_path, reference)
-    half = Both(tmp_path, reference, load_model(tmp_path, "cpu", "float16"))
+    half = Both(reference, load_model(tmp_path, "cpu", "float16"))
     assert {p.dtype for p in half.network.parameters()} == {torch.float16, torch.float32}
     layer = half.network.encoder.layers[0]
     x = torch.randn(1, 5, 24).half()
@@ -270,7 +156,7 @@ def test_float16_bears_feed_forwards_beyond_its_range(name: str, tmp_path: Path)
 
 
 def test_an_empty_source_is_finite(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "t5")
     memory = our_memory(both, [[3, 4], []])
     assert memory.isfinite().all()
     torch.testing.assert_close(memory[:1], reference_memory(both, [[3, 4]]), atol=ATOL, rtol=0)
@@ -288,16 +174,16 @@ def test_old_files_name_every_table_and_one_that_nobody_uses(name: str, tmp_path
     whole[unused] = torch.full((8, 3), torch.nan)
     (tmp_path / "model.safetensors").unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
 def test_a_table_under_another_name_is_found(tmp_path: Path) -> None:
-    both = make(tmp_path)
+    both = make(tmp_path, "t5")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
     save_file(tensors, tmp_path / "model.safetensors")
-    again = Both(tmp_path, both.reference, load_model(tmp_path, "cpu"))
+    again = Both(both.reference, load_model(tmp_path, "cpu"))
     assert largest_difference(again) < ATOL
 
 
@@ -306,12 +192,12 @@ def test_older_files_say_by_their_tie_whether_the_output_is_scaled(tmp_path: Pat
         directory = tmp_path / f"{name}{tied}"
         both = make(directory, name)
         edit_config(directory, tie_word_embeddings=tied, scale_decoder_outputs=...)
-        again = Both(directory, both.reference, load_model(directory, "cpu"))
+        again = Both(both.reference, load_model(directory, "cpu"))
         assert largest_difference(again) < ATOL
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_named(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "t5")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
     tensors["encoder.block.1.layer.0.SelfAttention.q.weight"] = torch.zeros(3)
@@ -346,14 +232,14 @@ PUBLISHED = {
 
 
 def test_the_keys_of_published_configs_are_accepted(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "t5")
     edit_config(tmp_path, **PUBLISHED)
     spec = load_model(tmp_path, "cpu").spec
     assert (spec.max_src, spec.max_tgt, spec.decoder_start_ids) == (4096, 4096, (0,))
 
 
 def test_the_decoder_starts_with_padding_where_nothing_else_is_said(tmp_path: Path) -> None:
-    make(tmp_path)
+    make(tmp_path, "t5")
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, decoder_start_token_id=..., pad_token_id=7)
     assert load_model(tmp_path, "cpu").spec.decoder_start_ids == (7,)
@@ -380,7 +266,7 @@ def test_the_decoder_starts_with_padding_where_nothing_else_is_said(tmp_path: Pa
 def test_what_is_not_implemented_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make(tmp_path)
+    make(tmp_path, "t5")
     edit_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=rf"config\.json: {message}"):
         load_model(tmp_path, "cpu")

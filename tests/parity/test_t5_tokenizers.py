@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import sentencepiece
 
 from model.families import t5
 from model.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.parity.tokenizer_files import charsmap, train_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -45,56 +44,17 @@ def sentences(count: int, seed: int) -> list[str]:
     return ["".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(count)]
 
 
-def fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """The length-delimited fields of a protocol buffer, by number."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        tag = varint()
-        kind = tag & 7
-        if kind == 0:
-            varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if kind == 2:
-            yield tag >> 3, message[at : at + size]
-        at += size
-
-
-def charsmap(serialized: bytes) -> bytes:
-    """The rules by which a SentencePiece model normalises."""
-    [normalizer] = [value for number, value in fields(serialized) if number == 3]
-    [rules] = [value for number, value in fields(normalizer) if number == 2]
-    return rules
-
-
 @pytest.fixture(scope="module")
 def serialized() -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(s for s in sentences(600, 0) if "extra" not in s and s.strip()),
-        model_writer=model,
+    return train_pieces(
+        (s for s in sentences(600, 0) if "extra" not in s and s.strip()),
         vocab_size=60,
-        hard_vocab_limit=False,
         character_coverage=0.99,
         pad_id=0,
         eos_id=1,
         unk_id=2,
         bos_id=-1,
-        minloglevel=2,
     )
-    return model.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +85,17 @@ def test_ids_equal_the_reference_tokenizers(
 ) -> None:
     pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
 
-    def score(ids: list[int]) -> float:
-        return sum(pieces.get_score(id) for id in ids if id < len(pieces))
-
     texts = TRICKY + sentences(1000, 1)
     ties = 0
     for found, text in zip(ours.encode(texts), texts, strict=True):
         expected = reference(text)["input_ids"]
-        if found != expected:  # of what is equally likely, SentencePiece takes another
+        if found != expected:
+            # The same pieces fit in another order. The reference adds their scores up in double
+            # precision, SentencePiece, with which T5 was trained, in single.
             ties += 1
-            assert len(found) == len(expected)
-            assert score(found) == pytest.approx(score(expected), abs=1e-3), text
-    assert ties < 20
+            assert sorted(found) == sorted(expected), text
+            assert found == [*pieces.encode(text), 1]
+    assert ties < 5
     assert ties == 0 or isinstance(ours, t5.SentinelTokenizer)
     assert any(ours.unk_id in ids for ids in ours.encode(texts))
     assert ours.vocab_size == len(reference)

@@ -5,24 +5,42 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"model", "service", "seqserve"}
+EXTRAS = PROJECT["optional-dependencies"]
+OPTIONAL = {
+    "check": "service/check.py",
+    "hub": "service/hub.py",
+    "otel": "service/tracing.py",
+}
+SERVED = ["server", *OPTIONAL]
 # Imported by name, and guaranteed by the dependency that is built on them.
-COMES_WITH = {"annotated_types": "pydantic", "starlette": "fastapi"}
+COMES_WITH = {
+    "annotated_types": "pydantic",
+    "opentelemetry": "opentelemetry_sdk",
+    "starlette": "fastapi",
+}
 
 
 def imports(package: str, *, at_once: bool = False) -> set[str]:
     """What a package's files import: anywhere in them, or only on being imported themselves."""
+    files = (ROOT / package).rglob("*.py")
+    return set().union(*(imports_of(path, at_once=at_once) for path in files))
+
+
+def imports_of(path: Path, *, at_once: bool = False) -> set[str]:
+    """What one file imports."""
     found: set[str] = set()
-    for path in (ROOT / package).rglob("*.py"):
-        tree = ast.parse(path.read_text(), path)
-        for node in tree.body if at_once else ast.walk(tree):
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module, f"{path}: relative import"
-                found.add(node.module)
+    tree = ast.parse(path.read_text(), path)
+    for node in tree.body if at_once else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path}: relative import"
+            found.add(node.module)
     return found
 
 
@@ -56,5 +74,14 @@ def test_the_sdk_needs_only_its_own_dependencies_to_be_imported() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     imported = set().union(*(packages(imports(package)) for package in OURS)) - OURS
-    extras = PROJECT["optional-dependencies"]
-    assert imported <= declared(PROJECT["dependencies"], extras["server"])
+    assert imported <= declared(PROJECT["dependencies"], *(EXTRAS[name] for name in SERVED))
+
+
+@pytest.mark.parametrize(("extra", "only"), OPTIONAL.items())
+def test_an_optional_package_is_imported_by_one_file_and_only_when_needed(
+    extra: str, only: str
+) -> None:
+    wanted = declared(EXTRAS[extra])
+    files = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
+    assert [path for path in files if packages(imports_of(path)) & wanted] == [ROOT / only]
+    assert not packages(imports_of(ROOT / only, at_once=True)) & wanted

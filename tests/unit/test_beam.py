@@ -14,7 +14,8 @@ from torch import Tensor
 
 from model.beam import BeamSearch, Told, common_prefix
 from model.config import EngineConfig
-from model.engine import ALL_BANNED, Engine, GenerationError, StepTrace
+from model.engine import ALL_BANNED, Engine, StepTrace
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from model.sequence import (
     Decoding,
@@ -346,8 +347,8 @@ class TestFaults:
         engine = Engine(model, EngineConfig())
         original = engine.stepper.step
 
-        def poisoned(live: Sequence[Row]) -> Tensor:
-            logits = original(live)
+        def poisoned(live: Sequence[Row], first: int = 0) -> Tensor:
+            logits = original(live, first)
             sick = [i for i, row in enumerate(live) if row.src[0] == 6 and len(row.tokens) == 2]
             if sick:
                 logits[sick[-1], 3] = torch.nan
@@ -395,7 +396,7 @@ class TestFaults:
     def test_a_step_that_fails_fails_the_search_once(
         self, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(live: Sequence[Row]) -> Tensor:
+        def broken(live: Sequence[Row], first: int = 0) -> Tensor:
             raise RuntimeError("broken")
 
         engine = Engine(model, EngineConfig())
@@ -466,8 +467,8 @@ class TestEvents:
         for hypothesis in found:
             said = list(hypothesis.tokens)
             forced = Forward(row.src, [*row.prefix, *said[:-1]], "all")
-            [logits] = model.stepper(EngineConfig()).forward([forced])
-            expected = logits.log_softmax(-1)[len(row.prefix) - 1 :]
+            [event] = model.stepper(EngineConfig()).forward([forced])
+            expected = event.logits.log_softmax(-1)[len(row.prefix) - 1 :]
             picked = expected[range(len(said)), said]
             logprobs = torch.tensor(hypothesis.logprobs)
             torch.testing.assert_close(logprobs, picked, atol=1e-4, rtol=1e-5)

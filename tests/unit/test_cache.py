@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,11 +15,19 @@ from model.cache import (
     CacheShape,
     EncoderCache,
     Pool,
+    RequestMemory,
     Sharing,
     SourceCache,
     TargetCache,
 )
+from model.config import EngineConfig
 from model.layers import MultiHeadAttention
+from model.loader import load_model
+from model.sequence import Decoding
+from model.sequence import Sequence as Row
+from model.steppers import CachedStepper
+from model.transformer import Transformer
+from tests.builders import make_byt5_model, make_native_model
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(layers=2, heads=3, head_dim=4, device=CPU, dtype=torch.float32)
@@ -131,7 +141,7 @@ def test_a_step_writes_each_row_where_that_row_ends() -> None:
     cache = TargetCache(SHAPE)
     cache.join(2, 3)
     cache.joined([3, 1])
-    layers, mask, positions = cache.next_position()
+    layers, mask, positions = cache.next_position(slice(None))
     assert positions.tolist() == [[3], [1]]
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     new = torch.arange(2.0 * 3 * 4).reshape(2, 3, 1, 4) + 1
@@ -141,7 +151,7 @@ def test_a_step_writes_each_row_where_that_row_ends() -> None:
     assert torch.equal(keys[1, :, 1], new[1, :, 0])
     assert torch.equal(values[0, :, 3], -new[0, :, 0])
     assert keys[1, :, 2:].eq(0).all()
-    cache.advance()
+    cache.advance(slice(None))
     assert cache.pool.lengths == [4, 2]
 
 
@@ -151,7 +161,7 @@ def test_a_step_that_is_not_advanced_can_be_taken_again() -> None:
     cache.joined([2])
     first = torch.ones(1, 3, 1, 4)
     for new in (first, 2 * first):
-        layers, _, positions = cache.next_position()
+        layers, _, positions = cache.next_position(slice(None))
         keys, _ = layers[0].extend(new, new)
         assert positions.tolist() == [[2]]
         assert torch.equal(keys[:, :, 2:], new)
@@ -186,7 +196,7 @@ def test_rows_of_one_source_see_what_rows_of_copies_see() -> None:
         join_sources(shared, sources, slots)
         join_sources(copied, [sources[slot] for slot in slots], list(range(len(slots))))
         assert shared.pool.rows == 3
-        for one, other in zip(shared.layers(), copied.layers(), strict=True):
+        for one, other in zip(shared.layers(slice(None)), copied.layers(slice(None)), strict=True):
             found, expected = one.attend(cross, x), other.attend(cross, x)
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -201,8 +211,10 @@ def test_several_queries_a_row_may_share_a_source() -> None:
     join_sources(shared, sources, slots)
     join_sources(copied, [sources[slot] for slot in slots], [0, 1, 2])
     x = torch.randn(3, 5, 12)
-    found = shared.layers()[0].attend(cross, x)
-    torch.testing.assert_close(found, copied.layers()[0].attend(cross, x), atol=1e-6, rtol=1e-5)
+    found = shared.layers(slice(None))[0].attend(cross, x)
+    torch.testing.assert_close(
+        found, copied.layers(slice(None))[0].attend(cross, x), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_a_slot_lives_as_long_as_a_row_uses_it() -> None:
@@ -212,7 +224,7 @@ def test_a_slot_lives_as_long_as_a_row_uses_it() -> None:
     assert (cache.slots, cache.pool.lengths) == ([0, 1], [2, 5])
     cache.keep([1])
     assert (cache.slots, cache.pool.lengths) == ([0], [5])
-    assert cache.layers()[0].keys.eq(2).all()
+    assert cache.layers(slice(None))[0].keys.eq(2).all()
     cache.keep([])
     assert cache.pool.tensor.numel() == 0
 
@@ -223,7 +235,7 @@ def test_an_empty_source_yields_what_attending_to_nothing_yields() -> None:
     cross = MultiHeadAttention(12, 3)
     cache = SourceCache(SHAPE)
     join_sources(cache, [torch.zeros(3, 0, 4), torch.randn(3, 4, 4)], [0, 1])
-    found = cache.layers()[0].attend(cross, torch.randn(2, 1, 12))
+    found = cache.layers(slice(None))[0].attend(cross, torch.randn(2, 1, 12))
     torch.testing.assert_close(found[0, 0], cross.output.bias)
     assert not torch.allclose(found[1, 0], cross.output.bias, atol=0.01)
 
@@ -314,3 +326,39 @@ def test_bytes_stay_within_bounds_in_any_history() -> None:
         while sum(i % 7 + 1 for i in recent) > 20:
             recent.pop(0)
         assert cache.bytes == 16 * sum(i % 7 + 1 for i in recent)
+
+
+# --- memory of a request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_tgt", [48, 70])
+def test_the_memory_of_a_request_is_what_it_allocates(
+    dtype: str, max_tgt: int, tmp_path: Path
+) -> None:
+    shape = {"decoder_layers": 3, "max_src": 130, "max_tgt": max_tgt}
+    model = load_model(make_native_model(tmp_path, **shape), "cpu", dtype)
+    stepper = CachedStepper(cast("Transformer", model.network), model.spec, EngineConfig())
+    memory = RequestMemory.of(stepper.network, model.spec)
+    row = Row([5] * 130, [1], Decoding(max_tgt))
+    with torch.inference_mode():
+        stepper.join([row])
+        for _ in range(max_tgt):
+            stepper.step([row])
+            row.tokens.append(5)
+    targets, sources = stepper.targets.pool.tensor, stepper.sources.pool.tensor
+    kept = stepper.encoder_cache.bytes
+    assert memory.longest == targets.nbytes + sources.nbytes + kept
+    assert memory.per_target_token == targets.nbytes / targets.shape[4]
+    assert memory.per_source_token == sources.nbytes / sources.shape[4] + kept / 130
+    assert targets.shape[4] == (128 if max_tgt == 70 else 64)
+
+
+def test_the_encoder_s_output_counts_in_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """Though T5's layers add up in float32 where its weights are float16."""
+    model = load_model(make_byt5_model(tmp_path), "cpu", "float16")
+    stepper = CachedStepper(cast("Transformer", model.network), model.spec, EngineConfig())
+    memory = RequestMemory.of(stepper.network, model.spec)
+    with torch.inference_mode():
+        stepper.join([Row([5, 6, 7], [0], Decoding(3))])
+    assert stepper.encoder_cache.bytes == 3 * (memory.per_source_token - memory.per_target_token)

@@ -73,6 +73,17 @@ def test_a_prefix_that_only_some_names_have_stays(tmp_path: Path) -> None:
     assert set(Checkpoint.open(tmp_path).shapes) == {"module.a", "a"}
 
 
+def test_names_of_a_bare_model_get_their_prefix(tmp_path: Path) -> None:
+    tensors = {"encoder.a": torch.tensor([1.0]), "shared.b": torch.tensor([2.0])}
+    save_file(tensors, tmp_path / "model.safetensors")
+    bare = Checkpoint.open(tmp_path)
+    whole = bare.under("model.")
+    assert set(whole.shapes) == {"model.encoder.a", "model.shared.b"}
+    assert whole.read("model.shared.b").item() == 2.0
+    assert bare.under("") is bare
+    assert whole.under("model.") is whole
+
+
 def test_tensors_that_a_safetensors_file_says_are_tied_are_both_there(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

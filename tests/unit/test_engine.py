@@ -13,7 +13,8 @@ from torch import Tensor
 
 from model import cache, steppers
 from model.config import EngineConfig
-from model.engine import Engine, GenerationError, StepTrace, fill_holes
+from model.engine import Engine, StepTrace, fill_holes
+from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from model.sequence import (
     Decoding,
@@ -93,8 +94,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 def margin(model: LoadedModel, row: Row, alone: Sequence[int], at: int) -> float:
     """By how much the run alone preferred its greedy token over the next best."""
     target = [*row.prefix, *alone[:at]]
-    [logits] = model.stepper(EngineConfig()).forward([Forward(src=row.src, tgt=target)])
-    best, second = logits[-1].topk(2).values.tolist()
+    [event] = model.stepper(EngineConfig()).forward([Forward(src=row.src, tgt=target)])
+    best, second = event.logits[-1].topk(2).values.tolist()
     return float(best - second)
 
 
@@ -264,8 +265,8 @@ class TestReports:
         engine.submit(row)
         events = [event for event in engine.run() if isinstance(event, TokenEvent)]
         target = [*row.prefix, *row.tokens[:-1]]
-        [logits] = model.stepper(EngineConfig()).forward([Forward(row.src, target, "all")])
-        expected = logits.log_softmax(-1)[range(len(row.tokens)), row.tokens]
+        [event] = model.stepper(EngineConfig()).forward([Forward(row.src, target, "all")])
+        expected = event.logits.log_softmax(-1)[range(len(row.tokens)), row.tokens]
         torch.testing.assert_close(
             torch.tensor([event.logprob for event in events]), expected, atol=1e-4, rtol=1e-5
         )
@@ -371,8 +372,8 @@ class TestFaults:
         expected = [tokens_alone(model, row) for row in rows]
         original = engine.stepper.step
 
-        def poisoned(live: Sequence[Row]) -> Tensor:
-            logits = original(live)
+        def poisoned(live: Sequence[Row], first: int = 0) -> Tensor:
+            logits = original(live, first)
             for i, row in enumerate(live):
                 if row is rows[1] and len(row.tokens) == 2:
                     logits[i, 3] = torch.nan
@@ -393,7 +394,7 @@ class TestFaults:
     def test_a_step_that_fails_fails_its_rows_and_the_next_request_works(
         self, model: LoadedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(live: Sequence[Row]) -> Tensor:
+        def broken(live: Sequence[Row], first: int = 0) -> Tensor:
             raise RuntimeError("broken")
 
         rows = [Row([5, 2], [1], Decoding(6)), Row([6, 2], [1], Decoding(6))]

@@ -538,3 +538,8 @@ def test_unsmoothing_keeps_the_order_of_tokens_below_the_spread_mass() -> None:
     logits = output(smoothed.log())
     close(logits.exp(), torch.tensor([0.73, UNLIKELY * 0.1, UNLIKELY * 0.06, UNLIKELY * 0.01]))
     assert output(torch.tensor([500.0, 0.0, -500.0, 0.0])).isfinite().all()
+
+
+def test_a_table_of_positions_that_no_memory_holds_is_not_begun() -> None:
+    with pytest.raises(ValueError, match="16777216 positions of 1024 numbers"):
+        SinusoidalPositions(2**24, 1024)

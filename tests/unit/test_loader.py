@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import ModelError
-from model.loader import choose_device, load_model
+from benchmarks.load_memory import LAYOUTS, make_checkpoint, measure
+from model.checkpoint import Checkpoint, ModelError
+from model.loader import LoadedModel, choose_device, load_model
 from model.tokenizer import build_tokenizer
 from tests.builders import TINY, make_native_model, make_tutorial_model
 
@@ -209,7 +211,7 @@ TUTORIAL_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_seq_len": 0}, "max_seq_len must be"),
     ({"dropout": 1.0}, "dropout must be a number in [0, 1), got 1.0"),
     ({"dropout": False}, "dropout must be"),
-    ({"dropout": float("nan")}, "dropout must be"),
+    ({"dropout": float("nan")}, "not JSON: NaN is no number"),
 ]
 
 
@@ -306,6 +308,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused(native: Path, side: str) -
     assert f"the {side} tokenizer has 62 tokens, the model 31" in refusal(native)
 
 
+def test_special_tokens_that_the_model_lost_are_no_obstacle(native: Path) -> None:
+    path = native / "source_tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    size = backend.get_vocab_size()
+    backend.add_special_tokens(["<mask>"])
+    backend.save(str(path))
+    model = load_model(native, "cpu")
+    assert model.source_tokenizer is not None
+    assert (model.source_tokenizer.vocab_size, model.spec.src_vocab_size) == (size + 1, size)
+    assert all(id < size for id in model.source_tokenizer.encode(["<mask>"])[0])
+
+
 @pytest.mark.parametrize("file", ["source_tokenizer.json", "target_tokenizer.spm"])
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00\x01broken"])
 def test_a_broken_tokenizer_is_refused_by_name(native: Path, file: str, content: bytes) -> None:
@@ -322,3 +336,38 @@ def test_unknown_dtype_is_refused(native: Path) -> None:
 @pytest.mark.parametrize("device", ["gpu", "meta", "mps", "", "cuda:99"])
 def test_devices_that_are_not_there_are_refused(native: Path, device: str) -> None:
     assert repr(device) in refusal(native, device=device)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+MOST = 1.3
+"""Anonymous memory while loading, in sizes of the model."""
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def large(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 MB of float32: what Python itself allocates on the way is little beside it."""
+    return make_checkpoint(tmp_path_factory.mktemp("large"), request.param, 80)
+
+
+def test_loading_to_another_dtype_holds_the_model_once(large: Path) -> None:
+    assert measure(large, "bfloat16").growth < MOST
+
+
+def test_loading_to_the_dtype_of_the_file_copies_nothing(large: Path) -> None:
+    """Weights are pages of the mapped file, which are not anonymous."""
+    assert measure(large, "float32").growth < 0.5
+
+
+def load_from_a_state_dict(directory: Path, device: str, dtype: str) -> LoadedModel:
+    """As if all tensors were read before the first one finds its place."""
+    checkpoint = Checkpoint.open(directory)
+    state = {name: checkpoint.read(name).clone() for name in checkpoint.shapes}
+    model = load_model(directory, device, dtype)
+    assert state
+    return model
+
+
+def test_a_state_dict_in_memory_would_show(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "model.safetensors", 80)
+    assert measure(directory, "bfloat16", load_from_a_state_dict).growth > 2.5

@@ -169,7 +169,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def test_the_engine_draws_from_the_models_distribution(model: LoadedModel, varied: str) -> None:
     asked = {"temperature": 1.5, "top_k": 12}
     prefix = [1, 5]
-    [logits] = model.stepper(EngineConfig()).forward([Forward([7, 8, 2], prefix)])
+    [event] = model.stepper(EngineConfig()).forward([Forward([7, 8, 2], prefix)])
     engine = Engine(model, EngineConfig(max_rows=512, max_encoder_tokens=10_000))
     rows = []
     for number in range(DRAWS):
@@ -180,7 +180,7 @@ def test_the_engine_draws_from_the_models_distribution(model: LoadedModel, varie
     for _ in engine.run():
         pass
     drawn = torch.tensor([row.tokens[0] for row in rows])
-    assert_drawn_from(drawn, exact(logits[-1], asked))
+    assert_drawn_from(drawn, exact(event.logits[-1], asked))
 
 
 def test_a_seed_draws_the_same_tokens_in_any_company(model: LoadedModel) -> None:

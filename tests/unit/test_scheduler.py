@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import EngineConfig
-from model.scheduler import Scheduler, take_alike
+from model.scheduler import Scheduler, TurnQueue, take_alike
 from model.sequence import Decoding, Forward, Sequence
 
 
-def sequence(src: int, new: int = 10) -> Sequence:
-    return Sequence([5] * src, [1], Decoding(new))
+def sequence(src: int, new: int = 10, request: int = 0) -> Sequence:
+    return Sequence([5] * src, [1], Decoding(new), request=request)
 
 
 def scheduler(**limits: int) -> Scheduler:
@@ -30,9 +28,11 @@ def admit(waiting: Scheduler) -> tuple[Sequence, ...]:
 
 def alike(lengths: list[int], window: int, rows: int) -> tuple[list[int], list[int]]:
     """Take from a queue of distinct lengths -> what is taken, what remains."""
-    queue = deque(lengths)
-    taken = take_alike(queue, window, lambda n: n, lambda chunk: len(chunk) <= rows)
-    return taken, list(queue)
+    queue: TurnQueue[Sequence] = TurnQueue()
+    for length in lengths:
+        queue.append(sequence(length))
+    taken = take_alike(queue, window, lambda work: len(work.src), lambda chunk: len(chunk) <= rows)
+    return [len(work.src) for work in taken], [len(work.src) for work in queue]
 
 
 class TestTakeAlike:
@@ -47,6 +47,98 @@ class TestTakeAlike:
 
     def test_an_empty_queue_gives_nothing(self) -> None:
         assert alike([], window=2, rows=2) == ([], [])
+
+
+def waiting_in(queue: TurnQueue[Sequence]) -> list[tuple[int, int]]:
+    """Request and source length of each, in order."""
+    return [(work.request, len(work.src)) for work in queue]
+
+
+class TestTurns:
+    def test_requests_take_turns_and_keep_their_own_order(self) -> None:
+        queue: TurnQueue[Sequence] = TurnQueue()
+        for request, length in [(1, 1), (1, 2), (1, 3), (2, 4), (3, 5), (3, 6)]:
+            queue.append(sequence(length, request=request))
+        assert waiting_in(queue) == [(1, 1), (2, 4), (3, 5), (1, 2), (3, 6), (1, 3)]
+        assert len(queue) == 6
+
+    def test_the_turn_passes_from_whom_was_taken_first(self) -> None:
+        queue: TurnQueue[Sequence] = TurnQueue()
+        works = [sequence(1, request=1), sequence(2, request=1), sequence(3, request=2)]
+        for work in works:
+            queue.append(work)
+        queue.take(works[:1])
+        assert queue.first is works[2]
+        assert waiting_in(queue) == [(2, 3), (1, 2)]
+
+    def test_what_is_put_back_comes_before_everything(self) -> None:
+        queue: TurnQueue[Sequence] = TurnQueue()
+        queue.append(sequence(1, request=1))
+        queue.append(sequence(2, request=2))
+        queue.put_back([sequence(7, request=2), sequence(8, request=3), sequence(9, request=2)])
+        assert waiting_in(queue) == [(2, 7), (3, 8), (1, 1), (2, 9), (2, 2)]
+        assert len(queue) == 5
+
+    def test_removing_is_never_an_error_and_leaves_no_empty_line(self) -> None:
+        queue: TurnQueue[Sequence] = TurnQueue()
+        only = sequence(1, request=1)
+        queue.append(only)
+        for work in (sequence(1, request=1), sequence(1, request=9), only, only):
+            queue.remove(work)
+        assert (len(queue), list(queue)) == (0, [])
+
+    def test_a_request_for_one_begins_behind_one_for_a_thousand(self) -> None:
+        waiting = scheduler(max_rows=8)
+        for length in range(1000):
+            waiting.submit(sequence(1 + length % 50, request=1))
+        admit(waiting)
+        single = sequence(400, request=2)  # like nothing else that waits
+        waiting.submit(single)
+        admissions = 0
+        while single not in waiting.rows:
+            waiting.rows.pop(0)
+            admissions += bool(admit(waiting))
+        assert admissions <= 2  # one turn for each request that waits
+
+    def test_passes_take_turns_too(self) -> None:
+        waiting = scheduler(max_forward_tokens=4)
+        for _ in range(100):
+            waiting.submit(Forward([5, 5], [1], request=1))
+        single = Forward([5, 5], [1], request=2)
+        waiting.submit(single)
+        assert single in [*waiting.schedule().forwards, *waiting.schedule().forwards]
+
+
+class TestShortMemory:
+    def test_what_is_put_back_goes_first_and_fewer_rows_live(self) -> None:
+        waiting = scheduler(max_rows=4)
+        works = [sequence(4) for _ in range(6)]
+        for work in works:
+            waiting.submit(work)
+        admit(waiting)
+        waiting.rows.clear()
+        waiting.put_back(works[:4], row_limit=2)
+        assert admit(waiting) == tuple(works[:2])
+        assert admit(waiting) == ()
+
+    def test_the_limit_rises_with_every_row_that_leaves(self) -> None:
+        waiting = scheduler(max_rows=4)
+        waiting.put_back([sequence(4) for _ in range(6)], row_limit=1)
+        widths = []
+        while waiting.has_work:
+            admit(waiting)
+            widths.append(len(waiting.rows))
+            waiting.rows.pop()
+            waiting.left(1)
+        assert widths == [1, 2, 3, 3, 2, 1]
+        assert waiting.row_limit == 4
+
+    def test_a_limit_below_a_search_s_beams_lets_it_run_alone(self) -> None:
+        waiting = scheduler(max_rows=8)
+        wide = Sequence([5], [1], Decoding(3, num_beams=5))
+        other = Sequence([5], [1], Decoding(3))
+        waiting.put_back([wide, other], row_limit=2)
+        assert waiting.schedule().joining == (wide,)
 
 
 class TestAdmission:
@@ -120,33 +212,45 @@ def test_cancelled_work_never_runs() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     arrivals=st.lists(
-        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=6), max_size=30
+        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 4)), max_size=6),
+        max_size=30,
     ),
     leave=st.lists(st.integers(0, 5), min_size=30, max_size=30),
     rows=st.integers(1, 6),
     encoder=st.integers(1, 120),
     cache=st.integers(100, 400),
 )
-def test_limits_hold_the_oldest_goes_first_and_everything_runs_once(
-    arrivals: list[list[tuple[int, int]]], leave: list[int], rows: int, encoder: int, cache: int
+def test_limits_hold_requests_take_turns_and_everything_runs_once(
+    arrivals: list[list[tuple[int, int, int]]],
+    leave: list[int],
+    rows: int,
+    encoder: int,
+    cache: int,
 ) -> None:
     waiting = scheduler(max_rows=rows, max_encoder_tokens=encoder, max_cache_tokens=cache)
     submitted: list[Sequence] = []
     ran: list[Sequence] = []
+    turns_missed = dict.fromkeys(range(1, 5), 0)
     for step in range(300):
-        for src, new in arrivals[step] if step < len(arrivals) else []:
-            submitted.append(sequence(src, new))
+        for src, new, request in arrivals[step] if step < len(arrivals) else []:
+            submitted.append(sequence(src, new, request))
             waiting.submit(submitted[-1])
-        oldest = next((s for s in submitted if s not in ran), None)
+        waited = [s for s in submitted if s not in ran]
         joining = admit(waiting)
         ran.extend(joining)
         if joining:
-            assert joining[0] is oldest
+            first = joining[0]
+            assert first is next(s for s in waited if s.request == first.request)
+            asking = {s.request for s in waited}
+            for request in turns_missed:
+                skipped = request in asking and request not in {s.request for s in joining}
+                turns_missed[request] = turns_missed[request] + 1 if skipped else 0
+                assert turns_missed[request] < 4, "every request has its turn"
             padded = len(joining) * max(len(s.src) for s in joining)
             assert len(joining) == 1 or padded <= encoder
             assert len(waiting.rows) * max(s.reserved_tokens for s in waiting.rows) <= cache
             assert len(waiting.rows) <= rows
-        elif oldest is not None:
+        elif waited:
             assert waiting.rows, "an idle engine admits"
         del waiting.rows[: max(1, leave[step % 30])]
     assert len(ran) == len(submitted) == len(set(map(id, ran)))

@@ -100,9 +100,9 @@ def test_one_pass_over_a_whole_target_equals_its_cached_steps() -> None:
                 r.tokens.append(token)
         passes = [Forward(r.src, r.target[:-1], positions="all") for r in rows]
         whole = cached.forward(passes)
-    for i, (r, logits) in enumerate(zip(rows, whole, strict=True)):
+    for i, (r, event) in enumerate(zip(rows, whole, strict=True)):
         found = torch.stack([step[i] for step in steps])
-        expected = logits[len(r.prefix) - 1 :]
+        expected = event.logits[len(r.prefix) - 1 :]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -268,10 +268,10 @@ def test_passes_of_ragged_lengths_equal_single_ones() -> None:
     rows = [random_row(draw) for _ in range(9)]
     passes = [Forward(r.src, r.prefix, positions="all") for r in rows]
     passes += [Forward(r.src, [*r.prefix, 9], positions="last") for r in rows[:4]]
-    for forward, found in zip(passes, stepper().forward(passes), strict=True):
+    for forward, event in zip(passes, stepper().forward(passes), strict=True):
         expected, _ = NETWORK(torch.tensor([forward.src]), torch.tensor([forward.tgt]))
         wanted = expected[0] if forward.positions == "all" else expected[0, -1:]
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(event.logits, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_passes_encode_a_shared_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,18 +305,19 @@ def test_a_source_is_encoded_once_however_often_it_comes(monkeypatch: pytest.Mon
         Forward(draw.choice(sources), [1, *draw.sample(range(4, VOCAB), 3)], "all")
         for _ in range(12)
     ]
-    found = [logits for i in range(0, 12, 3) for logits in cached.forward(passes[i : i + 3])]
+    found = [e.logits for i in range(0, 12, 3) for e in cached.forward(passes[i : i + 3])]
     cached.join([row(p.src, p.tgt[1:]) for p in passes])
     assert sum(encoded) == 4
     assert cached.encoder_cache.misses == 4
     off = CachedStepper(NETWORK, SPEC, EngineConfig(max_encoder_cache_bytes=0))
     for forward, logits in zip(passes, found, strict=True):
         [expected] = off.forward([forward])
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert sum(encoded) == 16
     step = cached.step([row(p.src, p.tgt[1:]) for p in passes])
     for forward, logits in zip(passes, step, strict=True):
-        torch.testing.assert_close(logits, off.forward([forward])[0][-1], atol=1e-4, rtol=1e-5)
+        [expected] = off.forward([forward])
+        torch.testing.assert_close(logits, expected.logits[-1], atol=1e-4, rtol=1e-5)
 
 
 # --- attention ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.tokenizer import (
     SPECIAL_TOKENS,
+    AddedTokens,
     Granularity,
     IncrementalDetokenizer,
     JsonTokenizer,
@@ -59,6 +60,15 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path: Path, granularity: Gr
     texts = ["Hello WORLD", "naïve café", "zebra", "</s>", ""]
     assert loaded.encode(texts) == tokenizer.encode(texts)
     assert loaded.decode(loaded.encode(texts)[0]) == "hello world"
+
+
+def test_added_tokens_are_found_longest_first() -> None:
+    added = AddedTokens(ids={"<a>": 90, "<a>b": 91, ".": 92}, special={"<s>": 93})
+    assert added.encode("x<a>b <a>.", lambda text: [len(text)]) == [1, 91, 1, 90, 92]
+    assert added.encode("<s>", lambda text: [len(text)]) == [3]
+    assert added.encode("", lambda text: [len(text)]) == []
+    assert AddedTokens().encode("", lambda text: [len(text)]) == [0]
+    assert added.names == {90: "<a>", 91: "<a>b", 92: ".", 93: "<s>"}
 
 
 def test_the_vocabulary_is_what_occurs_after_the_special_tokens() -> None:

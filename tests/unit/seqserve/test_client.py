@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +32,7 @@ from seqserve.errors import (
 )
 from service.app import create_app
 from service.settings import Settings
-from tests.builders import make_native_model
+from tests.builders import make_m2m_model, make_native_model
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -219,8 +220,20 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
-    loaded = load_model(make_native_model(tmp_path_factory.mktemp("native")), "cpu")
-    app: FastAPI = create_app(Settings(), {"native": loaded})
+    async with serving("native", make_native_model(tmp_path_factory.mktemp("native"))) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+async def multilingual(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
+    async with serving("m2m", make_m2m_model(tmp_path_factory.mktemp("m2m"))) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(name: str, directory: Path) -> AsyncIterator[AsyncClient]:
+    """A client of the real application, which serves one model."""
+    app: FastAPI = create_app(Settings(), {name: load_model(directory, "cpu")})
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -314,6 +327,42 @@ async def test_score(client: AsyncClient) -> None:
     assert [len(answer.tokens) for answer in ids] == [1, 2]
     with pytest.raises(InvalidRequestError, match="targets"):
         await client.score("hello")
+
+
+@pytest.mark.anyio
+async def test_languages_reach_every_call(multilingual: AsyncClient) -> None:
+    spoken = {"src_lang": "ja", "tgt_lang": "fr"}
+    answer = await multilingual.generate("ab", {**spoken, "details": True, "max_new_tokens": 3})
+    assert answer.details
+    french = answer.details.tokens[0].id
+    assert answer.details.tokens[0].special
+    source = await multilingual.tokenize("ab", src_lang="ja")
+    assert source.tokens[0] == "__ja__"
+    told = await multilingual.tokenize("ab", side="target", tgt_lang="fr")
+    assert told.ids[0] == french
+    fed = [2, french]
+    assert (await multilingual.logits("ab", top_k=2, **spoken)).target_ids == fed
+    assert (await multilingual.attention("ab", **spoken)).source_ids == source.ids
+    scored = await multilingual.score("ab", "a", **spoken)
+    assert scored.tokens[0].id == french
+    following = await multilingual.next("ab", top_k=2, **spoken)
+    plain = await multilingual.next(source.ids, target_prefix=[french], top_k=2)
+    assert following == plain
+
+
+@pytest.mark.anyio
+async def test_languages_pair_up_with_inputs_and_answers(multilingual: AsyncClient) -> None:
+    pair = await multilingual.logits(
+        ["ab", "ab"], top_k=2, src_lang=["ja", "de"], tgt_lang=["fr", "de"]
+    )
+    alone = [
+        await multilingual.logits("ab", top_k=2, src_lang=src, tgt_lang=tgt)
+        for src, tgt in (("ja", "fr"), ("de", "de"))
+    ]
+    assert [a.target_ids for a in pair] == [a.target_ids for a in alone]
+    assert pair[0].target_ids != pair[1].target_ids
+    with pytest.raises(InvalidRequestError, match="tgt_lang must be a language of this model"):
+        await multilingual.score("ab", "a", tgt_lang="xx")
 
 
 @pytest.mark.anyio
@@ -533,3 +582,26 @@ async def test_a_stream_is_refused_as_other_calls_are(client: AsyncClient) -> No
         await anext(client.stream("a", model="none"))
     async with aclosing(client.stream("hello")) as events:
         assert (await anext(events)).index == 0
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "sent"),
+    [
+        (None, None, None),
+        (None, "k", "Bearer k"),
+        ("v", None, "Bearer v"),
+        ("v", "k", "Bearer k"),
+        ("v", "", None),
+    ],
+)
+def test_a_key_is_given_or_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("SEQSERVE_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SEQSERVE_API_KEY", variable)
+    with Client(api_key=given) as client:
+        assert client._http.headers.get("authorization") == sent

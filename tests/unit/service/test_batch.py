@@ -69,7 +69,8 @@ def test_errors_and_empty_inputs_stand_in_their_places(engine: FakeEngine) -> No
     assert lengths(answers) == [2, -1, -1, 0, -1, 3]
     assert [str(a) for a in answers if isinstance(a, SeqserveError)] == [
         "line 2 is bad",
-        "inputs has 31 tokens, the model takes at most 8; parameters.truncate cuts it",
+        "inputs has 31 tokens, the model takes at most 8 (max_source_tokens); "
+        "parameters.truncate cuts it",
         "logits are not finite",
     ]
 

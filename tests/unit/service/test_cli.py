@@ -12,7 +12,12 @@ from typer.testing import CliRunner, Result
 
 from seqserve import __version__
 from service.cli import app
-from tests.builders import make_native_model, make_tutorial_model
+from tests.builders import (
+    make_byt5_model,
+    make_m2m_model,
+    make_native_model,
+    make_tutorial_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +34,11 @@ def generate(model: Path, *arguments: str, stdin: str | bytes | None = None) -> 
 
 
 def test_help_teaches_with_examples() -> None:
-    for command in ("serve", "generate", "train", "info"):
+    for command in ("serve", "generate", "train", "info", "check"):
         text = run(command, "--help").output
         assert "Example" in text
         assert f"seqserve {command}" in text
-    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info"))
+    assert all(c in run("--help").output for c in ("serve", "generate", "train", "info", "check"))
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -60,6 +65,31 @@ def test_texts_give_lines_in_order(model: Path) -> None:
     assert lines[2] == ""
     assert lines == [generate(model, word).stdout.rstrip("\n") for word in words]
     assert generate(model, stdin="hello\r\nworld\n\nfox").stdout == done.stdout
+
+
+def test_languages_are_options_like_other_parameters(tmp_path: Path) -> None:
+    multilingual = make_m2m_model(tmp_path)
+    languages = ("--src-lang", "ja", "--tgt-lang", "fr")
+    done = generate(multilingual, *languages, "--details", "--max-new-tokens", "3", "ab")
+    first = json.loads(done.stdout)["details"]["tokens"][0]
+    assert first["text"] == "__fr__"
+    lines = '{"inputs": "ab", "parameters": {"tgt_lang": "de", "details": true}}\n'
+    done = generate(multilingual, "--jsonl", *languages, "--max-new-tokens", "3", stdin=lines)
+    assert json.loads(done.stdout)["details"]["tokens"][0]["text"] == "__de__"
+    done = generate(multilingual, "--tgt-lang", "xx", "ab")
+    assert done.exit_code == 1
+    assert "tgt_lang must be a language of this model" in done.stderr
+
+
+def test_a_task_is_an_option_too(tmp_path: Path) -> None:
+    directory = make_byt5_model(tmp_path)
+    path = tmp_path / "config.json"
+    tasks = {"summarization": {"max_length": 4, "prefix": "summarize: "}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_specific_params": tasks}))
+    named = generate(directory, "--task", "summarization", "ab")
+    assert named.stdout == generate(directory, "--max-new-tokens", "3", "summarize: ab").stdout
+    refused = generate(directory, "--task", "translation", "ab")
+    assert "task must be one of summarization" in refused.stderr
 
 
 def test_details_give_json(model: Path) -> None:
@@ -195,9 +225,12 @@ def test_info_prints_a_table_or_json(model: Path, tmp_path: Path) -> None:
     assert facts["family"] == "seqserve"
     assert facts["max_source_tokens"] == 48
     assert facts["parameters"] > 0
+    assert facts["dtype"] == "float32"
+    assert f"{facts['cache_bytes_per_request']:,}" in table.stdout
     tutorial = json.loads(run("info", str(make_tutorial_model(tmp_path)), "--json").stdout)
     assert tutorial["source_is_target"]
     assert not tutorial["source_tokenizer"]
+    assert "cache_bytes_per_request" not in tutorial
 
 
 # --- train ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from model.config import GenerationDefaults
 from seqserve.errors import InvalidRequestError
 from seqserve.parameters import GenerationParameters
-from service.defaults import with_defaults
+from service.defaults import default_decoding, with_defaults
 
 SEARCHES = GenerationDefaults(
     num_beams=4, length_penalty=2.0, early_stopping=True, no_repeat_ngram_size=3, temperature=0.7
@@ -73,3 +73,16 @@ def test_what_does_not_fit_the_models_beams_is_refused(
     with pytest.raises(InvalidRequestError, match=rf"^parameters\.{message}") as caught:
         merged(defaults, **request_)
     assert caught.value.param == f"parameters.{message.split(' ')[0]}"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        (GenerationDefaults(), "greedy"),
+        (GenerationDefaults(temperature=0.7, num_beams=1), "greedy"),
+        (SEARCHES, "beam_search"),
+        (SAMPLES, "sampling"),
+    ],
+)
+def test_how_tokens_are_picked_by_default(defaults: GenerationDefaults, expected: str) -> None:
+    assert default_decoding(defaults) == expected

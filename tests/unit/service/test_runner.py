@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
-from model.sequence import Event, TokenEvent
+from model.sequence import Event, FailureEvent, TokenEvent
 from seqserve.errors import (
     DeadlineError,
     GenerationFailedError,
@@ -16,7 +16,10 @@ from seqserve.errors import (
     OverloadedError,
     UnavailableError,
 )
-from service.runner import Runner, StepFigures, work_of
+from service.admission import Admission
+from service.figures import StepFigures
+from service.rates import RestartBudget
+from service.runner import Runner, work_of
 from tests.fake_engine import FakeEngine, row
 
 pytestmark = pytest.mark.anyio
@@ -25,13 +28,24 @@ SOON = 5.0
 
 
 @asynccontextmanager
-async def running(engine: FakeEngine, max_queue: int = 100) -> AsyncIterator[Runner]:
-    runner = Runner(engine, max_queue, "fake")
-    runner.start()
+async def running(
+    *engines: FakeEngine, max_queue: int = 100, on_end: Callable[[str], None] = print
+) -> AsyncIterator[Runner]:
+    """A runner of the first engine, which the others replace one by one."""
+    made = iter(engines)
+    runner = Runner(
+        lambda: next(made),
+        Admission(max_queue, max_tokens=1_000_000),
+        "fake",
+        RestartBudget(len(engines) - 1),
+        on_end,
+    )
+    await runner.start()
     try:
         yield runner
     finally:
-        engine.gate.set()
+        for engine in engines:
+            engine.gate.set()
         await runner.stop()
 
 
@@ -107,6 +121,17 @@ async def test_many_works_are_all_freed_within_a_step() -> None:
     assert set(engine.cancelled) == set(works)
 
 
+async def test_works_tell_the_engine_whose_they_are() -> None:
+    first, second, third = row(tokens=1), row(tokens=1), row(tokens=1)
+    async with (
+        running(FakeEngine()) as runner,
+        runner.submitted([first, second], SOON),
+        runner.submitted([third], SOON),
+    ):
+        pass
+    assert first.request == second.request != third.request
+
+
 async def test_a_request_without_works_is_done_at_once() -> None:
     async with running(FakeEngine()) as runner, runner.submitted([], SOON) as ticket:
         assert await ticket.result() == []
@@ -159,7 +184,7 @@ async def test_leaving_early_cancels_what_is_unfinished() -> None:
         engine.gate.set()
         async with runner.submitted([row()], SOON) as after:
             await after.result()
-        assert runner.engine.running == 0
+        assert runner.running == 0
     assert engine.cancelled == [long]
 
 
@@ -186,7 +211,8 @@ async def test_an_engine_that_breaks_fails_everything_and_takes_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = FakeEngine()
-    async with running(engine) as runner:
+    ends: list[str] = []
+    async with running(engine, on_end=ends.append) as runner:
         engine.gate.clear()
         async with (
             runner.submitted([row()], SOON) as first,
@@ -199,10 +225,94 @@ async def test_an_engine_that_breaks_fails_everything_and_takes_no_more(
                 with pytest.raises(GenerationFailedError):
                     await ticket.result()
         assert not runner.ready
+        assert (runner.outstanding, runner.admission.tokens.taken) == (0, 0)
         with pytest.raises(UnavailableError, match="has failed"):
             async with runner.submitted([row()], SOON):
                 pass
     assert "device lost" in caplog.text
+    assert ends == ["the engine of model fake has failed"]
+
+
+async def until_ready(runner: Runner) -> None:
+    """Wait for an engine."""
+    async with asyncio.timeout(SOON):
+        while not runner.ready:  # noqa: ASYNC110 - as a probe does
+            await asyncio.sleep(0.001)
+
+
+async def test_an_engine_that_breaks_is_replaced_and_the_next_request_runs() -> None:
+    broken, whole = FakeEngine(), FakeEngine()
+    async with running(broken, whole) as runner:
+        broken.explode = RuntimeError("device lost")
+        async with runner.submitted([row(), row()], SOON) as ticket:
+            with pytest.raises(GenerationFailedError, match="while it ran this request"):
+                await ticket.result()
+        await until_ready(runner)
+        async with runner.submitted([row()], SOON) as after:
+            assert tokens(await after.result()) == [1, 2, 3]
+    assert runner.restarts == 1
+    assert len(whole.submitted) == 1, "nothing old reaches the new engine"
+
+
+async def test_restarts_are_bounded() -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    ends: list[str] = []
+    async with running(*engines, on_end=ends.append) as runner:
+        for engine in engines:
+            await until_ready(runner)
+            assert not ends
+            engine.explode = RuntimeError("device lost")
+            async with runner.submitted([row()], SOON) as ticket:
+                with pytest.raises(GenerationFailedError):
+                    await ticket.result()
+        assert runner.broken
+    assert ends == ["the engine of model fake has failed after 2 restarts"]
+
+
+async def test_an_engine_that_cannot_be_made_again_is_the_end() -> None:
+    ends: list[str] = []
+    making = iter([FakeEngine()])
+
+    def make() -> FakeEngine:
+        for engine in making:
+            engine.explode = RuntimeError("device lost")
+            return engine
+        raise RuntimeError("still lost")
+
+    admission = Admission(10, 1000)
+    runner = Runner(make, admission, "fake", RestartBudget(2), ends.append)
+    await runner.start()
+    async with runner.submitted([row()], SOON) as ticket:
+        with pytest.raises(GenerationFailedError):
+            await ticket.result()
+    async with asyncio.timeout(SOON):
+        while not ends:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert ends == ["the engine of model fake has failed after 2 restarts"]
+    await runner.stop()
+
+
+async def test_an_engine_that_cannot_be_made_at_first_is_the_starter_s_to_hear_of() -> None:
+    def make() -> FakeEngine:
+        raise MemoryError
+
+    runner = Runner(make, Admission(10, 1000), "fake", RestartBudget(2), print)
+    with pytest.raises(MemoryError):
+        await runner.start()
+    assert not runner.ready
+
+
+async def test_words_that_were_not_meant_for_callers_stay_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sick = FakeEngine(), row()
+    event = FailureEvent(sick, IndexError("/home/me: index out of range"))
+    monkeypatch.setattr(engine, "_advance", lambda _: engine._rows.clear() or event)
+    async with running(engine) as runner, runner.submitted([sick], SOON) as ticket:
+        with pytest.raises(GenerationFailedError) as failed:
+            await ticket.result()
+    assert "/home" not in str(failed.value)
+    assert "/home/me: index out of range" in caplog.text
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:

@@ -9,24 +9,27 @@ from pydantic import ValidationError
 
 from model.config import EngineConfig
 from service.cli import SERVING
-from service.settings import Settings, engine_config, named_directory
+from service.hub import HubModel
+from service.settings import Settings, engine_config, named_model
 
 DOCS = Path(__file__).parents[3] / "docs" / "settings.md"
+OPERATIONS = DOCS.with_name("operations.md")
 
 
 def test_defaults_listen_only_locally() -> None:
     settings = Settings()
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
-    assert list(settings.directories) == ["g2p-en"]
+    assert list(settings.locations) == ["g2p-en"]
 
 
 def test_the_environment_sets_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQSERVE_PORT", "9000")
-    monkeypatch.setenv("SEQSERVE_MODELS", "a=x/y, z")
+    monkeypatch.setenv("SEQSERVE_MODELS", "a=./x/y, z, org/name@v1")
     monkeypatch.setenv("SEQSERVE_MAX_ROWS", "8")
     settings = Settings(max_rows=16)
     assert settings.port == 9000
-    assert settings.directories == {"a": Path("x/y"), "z": Path("z")}
+    there = HubModel("org/name", "v1")
+    assert settings.locations == {"a": Path("x/y"), "z": Path("z"), "name": there}
     assert settings.max_rows == 16
 
 
@@ -55,26 +58,32 @@ def test_bad_settings_are_refused(values: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "directory"),
     [
-        ("mine=out/x", "mine", "out/x"),
-        ("out/g2p", "g2p", "out/g2p"),
+        ("mine=./out/x", "mine", "out/x"),
+        ("./out/g2p", "g2p", "out/g2p"),
         ("out/g2p/", "g2p", "out/g2p"),
         ("./a=b", "a=b", "./a=b"),
         ("n=/p/a=b", "n", "/p/a=b"),
     ],
 )
 def test_models_are_named(text: str, name: str, directory: str) -> None:
-    assert named_directory(text) == (name, Path(directory))
+    assert named_model(text) == (name, Path(directory))
+
+
+def test_models_of_the_hub_are_named() -> None:
+    assert named_model("org/mt-en.de") == ("mt-en.de", HubModel("org/mt-en.de"))
+    assert named_model("org/mt@refs/pr/1") == ("mt", HubModel("org/mt", "refs/pr/1"))
+    assert named_model("mine=org/mt@v1") == ("mine", HubModel("org/mt", "v1"))
 
 
 @pytest.mark.parametrize("text", ["", "=x", "x="])
 def test_half_a_model_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="NAME=DIR"):
-        named_directory(text)
+        named_model(text)
 
 
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two models are called 'x'"):
-        _ = Settings(models=("a/x", "b/x")).directories
+        _ = Settings(models=("a/x", "b/x")).locations
 
 
 @pytest.mark.parametrize(
@@ -93,4 +102,17 @@ def test_every_setting_and_option_is_documented() -> None:
     text = DOCS.read_text()
     for option in SERVING:
         assert f"`{option.typed}`" in text, option.typed
-        assert f"`SEQSERVE_{option.name.upper()}`" in text, option.name
+    for name in Settings.model_fields:
+        assert f"`SEQSERVE_{name.upper()}`" in text, name
+
+
+def test_keys_cannot_be_typed_on_a_command_line() -> None:
+    names = {option.name for option in SERVING}
+    assert Settings.model_fields.keys() - names == {"api_keys"}
+
+
+def test_every_limit_is_in_the_operator_s_list() -> None:
+    limits = OPERATIONS.read_text().split("\n## Limits\n")[1].split("\n## ")[0]
+    for option in SERVING:
+        if option.name.startswith("max_"):
+            assert f"`{option.typed}`" in limits, option.typed
