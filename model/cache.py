@@ -173,7 +173,7 @@ class SourceCache:
     def __init__(self, shape: CacheShape) -> None:
         self.pool = Pool(shape)
         self.slots: list[int] = []
-        self._mask: Tensor | None = None
+        self._layers: list[SlotKeysValues] = []
 
     def join(
         self, layers: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], slots: Sequence[int]
@@ -193,7 +193,7 @@ class SourceCache:
             place[1, first : first + sources, :, :longest] = values[:, :, :longest]
         self.pool.lengths.extend(lengths)
         self.slots.extend(first + slot for slot in slots)
-        self._mask = None
+        self._layers = []
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and the slots that they use."""
@@ -202,26 +202,27 @@ class SourceCache:
         place = {slot: new for new, slot in enumerate(kept)}
         self.slots = [place[slot] for slot in used]
         self.pool.keep(kept)
-        self._mask = None
+        self._layers = []
 
-    def layers(self, first_row: int = 0) -> list[SlotKeysValues]:
-        """What each decoder layer attends to, for the rows from `first_row` on.
+    def layers(self) -> list[SlotKeysValues]:
+        """What each decoder layer attends to, the same until rows come or go."""
+        if not self._layers:
+            self._layers = self.layers_of_last(0)
+        return self._layers
+
+    def layers_of_last(self, first_row: int) -> list[SlotKeysValues]:
+        """What each decoder layer attends to, for the rows from `first_row` on only.
 
         Those rows' slots must be the last ones, as they are for rows that just joined.
         """
         rows = self.slots[first_row:]
         first_slot = min(rows)
-        longest = max(1, self.pool.longest)  # an empty source keeps one column that nobody may see
-        sharing = Sharing.of([slot - first_slot for slot in rows], self.pool.shape.device)
-        mask = self._padding()[first_slot:]
-        live = self.pool.tensor[:, :, first_slot : self.pool.rows, :, :longest]
+        pool, device = self.pool, self.pool.shape.device
+        longest = max(1, pool.longest)  # an empty source keeps one column that nobody may see
+        sharing = Sharing.of([slot - first_slot for slot in rows], device)
+        mask = padding_mask(torch.tensor(pool.lengths[first_slot:], device=device), longest)
+        live = pool.tensor[:, :, first_slot : pool.rows, :, :longest]
         return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
-
-    def _padding(self) -> Tensor:
-        if self._mask is None:
-            lengths = torch.tensor(self.pool.lengths, device=self.pool.shape.device)
-            self._mask = padding_mask(lengths, max(1, self.pool.longest))
-        return self._mask
 
 
 @dataclass(frozen=True)
@@ -268,11 +269,11 @@ class SlotKeysValues:
     sharing: Sharing | None
 
     def attend(self, cross: MultiHeadAttention, x: Tensor) -> Tensor:
+        queries = cross.queries(x)  # [rows, heads, query, head_dim]
         if self.sharing is None:
-            attended: Tensor = cross(x, self.keys, self.values, self.mask)
+            attended: Tensor = cross(queries, self.keys, self.values, self.mask)
             return attended
         share = self.sharing
-        queries = cross.queries(x)  # [rows, heads, query, head_dim]
         _, heads, length, head_dim = queries.shape
         grid = queries.new_zeros(share.slots, share.width, heads, length, head_dim)
         grid[share.slot, share.place] = queries

@@ -17,10 +17,19 @@ from model import families
 from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
 from model.languages import Languages
+from model.packing import Int8Linear, PackedLinear, can_pack, can_quantize, pack
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8 = "int8"
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    INT8: torch.float32,
+}
+"""Number formats of weights -> of what is computed with them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ class LoadedModel:
         network: the weights.
         source_tokenizer, target_tokenizer: None where the directory has none.
         parameters: their number, each counted once.
-        dtype, device: of the weights.
+        dtype: of the weights, a key of `DTYPES`.
+        device: where they are.
         stepper: makes what the engine steps.
         languages: that a request may name; None where the model has none.
     """
@@ -95,18 +105,22 @@ class LoadedModel:
     source_tokenizer: Tokenizer | None
     target_tokenizer: Tokenizer | None
     parameters: int
-    dtype: torch.dtype
+    dtype: str
     device: torch.device
     stepper: Callable[[EngineConfig], Stepper]
     languages: Languages | None = None
 
 
-def load_model(directory: Path, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+def load_model(
+    directory: Path, device: str = "auto", dtype: str = "float32", packed: bool = True
+) -> LoadedModel:
     """Load a directory of `config.json`, weights and (where it has them) tokenizers.
 
     Args:
         device: "auto" takes CUDA when there is one.
         dtype: of the weights, a key of `DTYPES`.
+        packed: whether linear layers may be rearranged, see `model.packing`; False keeps every
+            parameter as it is in the file.
 
     Raises:
         ModelError: the directory cannot be served; the message says why.
@@ -116,6 +130,8 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
     target_device = choose_device(device)
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype == INT8 and (target_device.type != "cpu" or not can_quantize()):
+        raise ModelError(f"dtype int8 needs a CPU with AVX2, got device {target_device}")
     generation = read_generation_config(directory)
     checkpoint = Checkpoint.open(directory)
     try:
@@ -134,6 +150,11 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
     )
     plan.network.to(target_device)  # buffers
     plan.network.eval()
+    parameters = sum(parameter.numel() for parameter in plan.network.parameters())
+    if dtype == INT8:
+        pack(plan.network, Int8Linear)
+    elif packed and target_device.type == "cpu" and can_pack(DTYPES[dtype]):
+        pack(plan.network, PackedLinear)
     try:
         source, target = family.tokenizers(directory)
     except ValueError as error:
@@ -149,8 +170,8 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         network=plan.network,
         source_tokenizer=source,
         target_tokenizer=target,
-        parameters=sum(parameter.numel() for parameter in plan.network.parameters()),
-        dtype=DTYPES[dtype],
+        parameters=parameters,
+        dtype=dtype,
         device=target_device,
         stepper=plan.stepper,
         languages=source.languages.known_to(spec) if source and source.languages else None,

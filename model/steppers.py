@@ -63,17 +63,17 @@ class CachedStepper:
         self.network = network
         self.spec = spec
         attention = network.decoder.layers[0].self_attention
-        weight = attention.key.weight
+        table = network.decoder.embedding.tokens.weight
         shape = CacheShape(
             layers=len(network.decoder.layers),
             heads=attention.heads,
-            head_dim=weight.shape[0] // attention.heads,
-            device=weight.device,
-            dtype=weight.dtype,
+            head_dim=attention.head_dim,
+            device=table.device,
+            dtype=table.dtype,
         )
         self.targets = TargetCache(shape)
         self.sources = SourceCache(shape)
-        self.device = weight.device
+        self.device = table.device
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
 
     def join(self, rows: Sequence[Row]) -> None:
@@ -89,7 +89,7 @@ class CachedStepper:
         if max(lengths):
             tgt = pad_rows(prefixes, self.spec.pad_id, self.device)
             mask = causal_mask(tgt.shape[1], self.device)
-            self.network.decoder(tgt, past, self.sources.layers(first_row), mask)
+            self.network.decoder(tgt, past, self.sources.layers_of_last(first_row), mask)
         self.targets.joined(lengths)
 
     def step(self, rows: Sequence[Row]) -> Tensor:
@@ -248,8 +248,8 @@ def recording(attentions: Sequence[MultiHeadAttention]) -> Iterator[list[Tensor]
     noted: list[Tensor] = []
 
     def note(attention: Any, args: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-        x, keys, _, mask = args
-        noted.append(attention.weights(x, keys, mask))
+        queries, keys, _, mask = args
+        noted.append(attention.weights(queries, keys, mask))
 
     handles = [attention.register_forward_hook(note) for attention in attentions]
     try:

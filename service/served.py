@@ -88,7 +88,7 @@ class ServedModel:
             state=self.state,
             family=spec.family,
             device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=loaded.dtype,
             parameters=loaded.parameters,
             src_vocab_size=spec.src_vocab_size,
             tgt_vocab_size=spec.tgt_vocab_size,
