@@ -17,7 +17,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak check format clean
+.PHONY: help setup serve test soak bench check format clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ test: check ## Format, lint and type checks, then the tests: ARGS="-k name" pick
 
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+bench: setup ## Speed beside CTranslate2 and transformers: ARGS="--shape marian-base --batch 8"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[bench]"
+	$(BIN)/python -m benchmarks.offline $(ARGS)
 
 check: setup ## Format, lint and type checks only
 	$(BIN)/ruff format --check .

@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 
 from model.families import m2m_100
-from model.loader import LoadedModel, load_model
+from model.loader import DTYPES, LoadedModel, load_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 Load = Callable[[Path, str, str], LoadedModel]
@@ -129,7 +129,7 @@ class Measurement:
     """One load; memory is anonymous, in bytes.
 
     Attributes:
-        size: of the model's parameters and buffers.
+        size: of the model's parameters.
         before: what the process had before, Python and torch.
         peak: the most seen while loading.
     """
@@ -173,8 +173,7 @@ def _load_and_tell(pipe: Connection, load: Load, directory: Path, dtype: str) ->
     pipe.send(anonymous())
     pipe.recv()
     model = load(directory, "cpu", dtype)
-    tensors = [*model.network.parameters(), *model.network.buffers()]
-    pipe.send(sum(tensor.nbytes for tensor in tensors))
+    pipe.send(model.parameters * DTYPES[dtype].itemsize)
     with suppress(EOFError):
         pipe.recv()
 

@@ -35,13 +35,13 @@ class CacheShape:
     def of(cls, network: Transformer) -> CacheShape:
         """What a network's decoder remembers, of either side."""
         attention = network.decoder.layers[0].self_attention
-        weight = attention.key.weight
+        table = network.decoder.embedding.tokens.weight  # linear layers may be packed
         return cls(
             layers=len(network.decoder.layers),
             heads=attention.heads,
-            head_dim=weight.shape[0] // attention.heads,
-            device=weight.device,
-            dtype=weight.dtype,
+            head_dim=attention.head_dim,
+            device=table.device,
+            dtype=table.dtype,
         )
 
     @property
@@ -233,7 +233,7 @@ class SourceCache:
     def __init__(self, shape: CacheShape) -> None:
         self.pool = Pool(shape)
         self.slots: list[int] = []
-        self._mask: Tensor | None = None
+        self._layers: list[SlotKeysValues] = []
 
     def join(
         self, layers: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], slots: Sequence[int]
@@ -253,7 +253,7 @@ class SourceCache:
             place[1, first : first + sources, :, :longest] = values[:, :, :longest]
         self.pool.lengths.extend(lengths)
         self.slots.extend(first + slot for slot in slots)
-        self._mask = None
+        self._layers = []
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and the slots that they use."""
@@ -262,23 +262,29 @@ class SourceCache:
         place = {slot: new for new, slot in enumerate(kept)}
         self.slots = [place[slot] for slot in used]
         self.pool.keep(kept)
-        self._mask = None
+        self._layers = []
 
     def layers(self, part: slice) -> list[SlotKeysValues]:
-        """What each decoder layer attends to, for a part of the rows."""
-        rows = self.slots[part]
-        first_slot, end = min(rows), max(rows) + 1
-        longest = max(1, self.pool.longest)  # an empty source keeps one column that nobody may see
-        sharing = Sharing.of([slot - first_slot for slot in rows], self.pool.shape.device)
-        mask = self._padding()[first_slot:end]
-        live = self.pool.tensor[:, :, first_slot:end, :, :longest]
-        return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
+        """What each decoder layer attends to, for a part of the rows.
 
-    def _padding(self) -> Tensor:
-        if self._mask is None:
-            lengths = torch.tensor(self.pool.lengths, device=self.pool.shape.device)
-            self._mask = padding_mask(lengths, max(1, self.pool.longest))
-        return self._mask
+        What all rows attend to stays the same until some come or go.
+        """
+        everyone = self.slots[part] == self.slots
+        if everyone and self._layers:
+            return self._layers
+        layers = self._layers_of(self.slots[part])
+        if everyone:
+            self._layers = layers
+        return layers
+
+    def _layers_of(self, slots: Sequence[int]) -> list[SlotKeysValues]:
+        pool, device = self.pool, self.pool.shape.device
+        first, end = min(slots), max(slots) + 1
+        longest = max(1, pool.longest)  # an empty source keeps one column that nobody may see
+        sharing = Sharing.of([slot - first for slot in slots], device)
+        mask = padding_mask(torch.tensor(pool.lengths[first:end], device=device), longest)
+        live = pool.tensor[:, :, first:end, :, :longest]
+        return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
 
 
 @dataclass(frozen=True)
@@ -325,11 +331,11 @@ class SlotKeysValues:
     sharing: Sharing | None
 
     def attend(self, cross: MultiHeadAttention, x: Tensor) -> Tensor:
+        queries = cross.queries(x)  # [rows, heads, query, head_dim]
         if self.sharing is None:
-            attended: Tensor = cross(x, self.keys, self.values, self.mask)
+            attended: Tensor = cross(queries, self.keys, self.values, self.mask)
             return attended
         share = self.sharing
-        queries = cross.queries(x)  # [rows, heads, query, head_dim]
         _, heads, length, head_dim = queries.shape
         grid = queries.new_zeros(share.slots, share.width, heads, length, head_dim)
         grid[share.slot, share.place] = queries

@@ -191,6 +191,7 @@ def fill(
     dtype: torch.dtype,
     copies: Mapping[str, str] | None = None,
     wide: Collection[str] = (),
+    kept: Collection[str] = (),
 ) -> None:
     """Give every parameter its tensor; nothing missing, nothing left over.
 
@@ -203,6 +204,7 @@ def fill(
         ignored: tensors that may be in the file and are not needed, with their shapes.
         copies: tensors that may be in the file and must equal another one.
         wide: parameters that stay float32 where `dtype` is float16, whose range they need.
+        kept: parameters that stay as they are in the file, whatever `dtype` is.
 
     Raises:
         ModelError: names every missing, unexpected and misshaped tensor, and false copies.
@@ -219,8 +221,11 @@ def fill(
         raise ModelError(f"{checkpoint.path}: {_listed(complaints)}")
     aliases = _aliases(network)
     for parameter_name, tensor_name in names.items():
-        kept = torch.float32 if dtype == torch.float16 and parameter_name in wide else dtype
-        tensor = checkpoint.read(tensor_name).to(device=device, dtype=kept).contiguous()
+        tensor = checkpoint.read(tensor_name)
+        if parameter_name not in kept:
+            widened = dtype == torch.float16 and parameter_name in wide
+            tensor = tensor.to(device, torch.float32 if widened else dtype)
+        tensor = tensor.contiguous()
         filled = nn.Parameter(tensor, requires_grad=False)
         for module, attribute in aliases[id(parameters[parameter_name])]:
             setattr(module, attribute, filled)

@@ -526,8 +526,10 @@ class Step:
         self.parents: list[int] = []
         picked = pick(scores, rows)
         self.tokens: list[int] = picked.tolist()
-        self._finite = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere shows here
-        self._allowed = (scores.amax(dim=-1) > -torch.inf).tolist()
+        highest = scores.amax(dim=-1)  # a NaN anywhere shows here
+        finite = (highest if scores is logits else logits.amax(dim=-1)).isfinite()
+        self._finite = finite.tolist()
+        self._allowed = (highest > -torch.inf).tolist()
         asking = [i for i, row in enumerate(rows) if row.decoding.logprobs]
         self._place = {i: place for place, i in enumerate(asking)}
         if not asking:

@@ -340,14 +340,35 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if heads < 1 or (head_dim is None and dim % heads):
             raise ValueError(f"dim must be a multiple of heads, got dim {dim} and heads {heads}")
-        inner = dim if head_dim is None else heads * head_dim
         self.heads = heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
         self.scale = scale
+        inner = heads * self.head_dim
         self.query = nn.Linear(dim, inner, bias=bias)
         self.key = nn.Linear(dim, inner, bias=bias)
         self.value = nn.Linear(dim, inner, bias=bias)
         self.output = nn.Linear(inner, dim, bias=bias)
         self.dropout = Dropout(dropout)
+        self.joined: nn.Module | None = None
+
+    def join_projections(self) -> None:
+        """Make one product of the three, for self-attention, where all are of the same ``x``."""
+        parts = (self.query, self.key, self.value)
+        weight = torch.cat([part.weight.detach() for part in parts])
+        joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        joined.weight = nn.Parameter(weight, requires_grad=False)
+        if self.query.bias is not None:
+            bias = torch.cat([part.bias.detach() for part in parts])
+            joined.bias = nn.Parameter(bias, requires_grad=False)
+        self.joined = joined
+        del self.query, self.key, self.value
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`queries` and `keys_values` of the same ``x``."""
+        if self.joined is None:
+            return self.queries(x), *self.keys_values(x)
+        queries, keys, values = self.joined(x).chunk(3, dim=-1)
+        return self._split(queries), self._split(keys), self._split(values)
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """``[batch, key, dim]`` -> keys and values, each ``[batch, heads, key, head_dim]``."""
@@ -357,17 +378,17 @@ class MultiHeadAttention(nn.Module):
         """``[batch, query, dim]`` -> ``[batch, heads, query, head_dim]``."""
         return self._split(self.query(x))
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend from ``x`` ``[batch, query, dim]`` to keys and values; same shape as ``x``."""
-        return self.merge(self.attend(self.queries(x), keys, values, mask))
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend from queries to keys and values, all projected -> ``[batch, query, dim]``."""
+        return self.merge(self.attend(queries, keys, values, mask))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """`attention`, all ``[batch, heads, length, head_dim]``, as this module scales it."""
         return attention(queries, keys, values, mask, self.dropout, self.scale)
 
-    def weights(self, x: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         """How much each query attends to each key: ``[batch, heads, query, key]``, float32."""
-        return attention_weights(self.queries(x), keys, mask, self.scale)
+        return attention_weights(queries, keys, mask, self.scale)
 
     def merge(self, heads: Tensor) -> Tensor:
         """``[batch, heads, query, head_dim]`` -> ``[batch, query, dim]``, then the projection."""

@@ -7,6 +7,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -18,10 +19,19 @@ from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
 from model.files import check_files, check_sizes
 from model.languages import Languages
+from model.packing import Int8Linear, PackedLinear, Packing, can_pack, can_quantize
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8 = "int8"
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    INT8: torch.float32,
+}
+"""Number formats of weights -> of what is computed with them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,8 @@ class LoadedModel:
         network: the weights.
         source_tokenizer, target_tokenizer: None where the directory has none.
         parameters: their number, each counted once.
-        dtype, device: of the weights.
+        dtype: of the weights, a key of `DTYPES`.
+        device: where they are.
         stepper: makes what the engine steps.
         languages: that a request may name; None where the model has none.
     """
@@ -102,18 +113,22 @@ class LoadedModel:
     source_tokenizer: Tokenizer | None
     target_tokenizer: Tokenizer | None
     parameters: int
-    dtype: torch.dtype
+    dtype: str
     device: torch.device
     stepper: Callable[[EngineConfig], Stepper]
     languages: Languages | None = None
 
 
-def load_model(directory: Path, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+def load_model(
+    directory: Path, device: str = "auto", dtype: str = "float32", packed: bool = True
+) -> LoadedModel:
     """Load a directory of `config.json`, weights and (where it has them) tokenizers.
 
     Args:
         device: "auto" takes CUDA when there is one.
         dtype: of the weights, a key of `DTYPES`.
+        packed: whether linear layers may be rearranged, see `model.packing`; False keeps every
+            parameter as it is in the file. int8 is a way of packing.
 
     Raises:
         ModelError: the directory cannot be served; the message says why.
@@ -131,6 +146,7 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         plan = family.blueprint(config, checkpoint.shapes, generation)
     except ValueError as error:  # a ModelError, or what a layer says of its sizes
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
+    packing = choose_packing(target_device, dtype) if packed else None
     fill(
         plan.network,
         checkpoint,
@@ -140,9 +156,13 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         DTYPES[dtype],
         plan.copies,
         plan.wide,
+        packing.parameters(plan.network) if packing else (),
     )
     plan.network.to(target_device)  # buffers
     plan.network.eval()
+    parameters = sum(parameter.numel() for parameter in plan.network.parameters())
+    if packing:
+        packing.pack(plan.network)
     try:
         source, target = family.tokenizers(directory)
     except ValueError as error:
@@ -158,12 +178,28 @@ def load_model(directory: Path, device: str = "auto", dtype: str = "float32") ->
         network=plan.network,
         source_tokenizer=source,
         target_tokenizer=target,
-        parameters=sum(parameter.numel() for parameter in plan.network.parameters()),
-        dtype=DTYPES[dtype],
+        parameters=parameters,
+        dtype=dtype,
         device=target_device,
         stepper=plan.stepper,
         languages=source.languages.known_to(spec) if source and source.languages else None,
     )
+
+
+def choose_packing(device: torch.device, dtype: str) -> Packing | None:
+    """How linear layers are held for a number format; None leaves them as they are.
+
+    Raises:
+        ModelError: the format is not for this device.
+    """
+    if dtype == INT8:
+        if device.type != "cpu" or not can_quantize():
+            raise ModelError(f"dtype int8 needs a CPU with AVX2, got device {device}")
+        return Packing(Int8Linear)
+    if device.type != "cpu" or not can_pack(DTYPES[dtype]):
+        return None
+    # A float32 table is the file's own pages; of any other, a second copy would weigh.
+    return Packing(partial(PackedLinear, dtype=DTYPES[dtype]), tied=dtype == "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

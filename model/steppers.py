@@ -272,8 +272,8 @@ def recording(attentions: Sequence[MultiHeadAttention]) -> Iterator[list[Tensor]
     noted: list[Tensor] = []
 
     def note(attention: Any, args: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-        x, keys, _, mask = args
-        noted.append(attention.weights(x, keys, mask))
+        queries, keys, _, mask = args
+        noted.append(attention.weights(queries, keys, mask))
 
     handles = [attention.register_forward_hook(note) for attention in attentions]
     try:

@@ -56,7 +56,7 @@ class MemoryKeysValues:
         self.mask = mask
 
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        attended: Tensor = attention(x, self.keys, self.values, self.mask)
+        attended: Tensor = attention(attention.queries(x), self.keys, self.values, self.mask)
         return attended
 
 
@@ -90,7 +90,9 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """``x`` ``[batch, src, dim]``, ``mask`` ``[batch, 1, 1, src]`` -> ``[batch, src, dim]``."""
         around_attention, around_feed_forward = self.residuals
-        x = around_attention(x, lambda h: self.attention(h, *self.attention.keys_values(h), mask))
+        x = around_attention(
+            x, lambda h: self.attention(*self.attention.queries_keys_values(h), mask)
+        )
         x = around_feed_forward(x, self.feed_forward)
         return x
 
@@ -124,8 +126,8 @@ class DecoderLayer(nn.Module):
         """``x`` ``[rows, tgt, dim]``, ``mask`` ``[rows | 1, 1, tgt, key]`` -> shape of ``x``."""
 
         def attend_to_target(h: Tensor) -> Tensor:
-            keys, values = past.extend(*self.self_attention.keys_values(h))
-            attended: Tensor = self.self_attention(h, keys, values, mask)
+            queries, *new = self.self_attention.queries_keys_values(h)
+            attended: Tensor = self.self_attention(queries, *past.extend(*new), mask)
             return attended
 
         around_self, around_cross, around_feed_forward = self.residuals

@@ -127,7 +127,7 @@ class ServedModel:
 
     @property
     def dtype(self) -> str:
-        return str(self.loaded.dtype).removeprefix("torch.")
+        return self.loaded.dtype
 
     def info(self) -> ModelInfo:
         """What /info says of it."""
@@ -371,7 +371,7 @@ def facts_of(loaded: LoadedModel) -> dict[str, Any]:
     return {
         "family": spec.family,
         "parameters": loaded.parameters,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": loaded.dtype,
         "src_vocab_size": spec.src_vocab_size,
         "tgt_vocab_size": spec.tgt_vocab_size,
         "max_source_tokens": spec.max_src,

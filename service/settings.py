@@ -68,8 +68,9 @@ class Settings(BaseSettings):
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto takes CUDA when there is one."
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Number format of the weights."
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        "float32",
+        description="Number format of the weights; int8 is for CPUs, and answers differ a little.",
     )
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads for tensor operations; 0 leaves it to torch."

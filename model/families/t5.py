@@ -191,7 +191,9 @@ class DenseFeedForward(FeedForward):
     """Feed-forward whose second matrix may be wider than the rest, see above."""
 
     def forward(self, x: Tensor) -> Tensor:
-        contracted: Tensor = self.contract(self.hidden(x, self.contract.weight.dtype))
+        plain = isinstance(self.contract, nn.Linear)  # a packed layer is as wide as the others
+        dtype = self.contract.weight.dtype if plain else x.dtype
+        contracted: Tensor = self.contract(self.hidden(x, dtype))
         return contracted
 
     def hidden(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -206,15 +206,15 @@ def test_multi_head_attention_equals_torchs_own(bias: bool) -> None:
     lengths = torch.tensor([4, 7])
     with torch.no_grad():
         # self
-        found = ours(x, *ours.keys_values(x), None)
+        found = ours(*ours.queries_keys_values(x), None)
         close(found, theirs(x, x, x, need_weights=False)[0], atol=1e-5)
         # masked self
-        found = ours(x, *ours.keys_values(x), causal_mask(5))
+        found = ours(*ours.queries_keys_values(x), causal_mask(5))
         expected = theirs(x, x, x, attn_mask=~causal_mask(5), need_weights=False)[0]
         close(found, expected, atol=1e-5)
         # cross, with another length and padding
         mask = padding_mask(lengths, 7)
-        found = ours(x, *ours.keys_values(memory), mask)
+        found = ours(ours.queries(x), *ours.keys_values(memory), mask)
         hidden = ~mask[:, 0, 0]
         expected = theirs(x, memory, memory, key_padding_mask=hidden, need_weights=False)[0]
         close(found, expected, atol=1e-5)
@@ -227,7 +227,7 @@ def test_one_head_of_identity_projections_is_plain_attention() -> None:
             part.weight.copy_(torch.eye(2))
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     first = math.exp(1 / math.sqrt(2)) / (math.exp(1 / math.sqrt(2)) + 1)
-    close(layer(x, *layer.keys_values(x), None)[0, 0], torch.tensor([first, 1 - first]))
+    close(layer(*layer.queries_keys_values(x), None)[0, 0], torch.tensor([first, 1 - first]))
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(10, 3), (10, 0), (10, -2), (2, 4)])
@@ -373,7 +373,7 @@ def test_layers_in_bfloat16_stay_near_float32_and_in_their_dtype() -> None:
     ids = torch.tensor([[1, 2, 3]])
 
     def outputs(x: Tensor) -> list[Tensor]:
-        attended = self_attention(x, *self_attention.keys_values(x), causal_mask(5))
+        attended = self_attention(*self_attention.queries_keys_values(x), causal_mask(5))
         return [embedding(ids), attended, feed_forward(x), *(norm(x) for norm in norms)]
 
     with torch.no_grad():
@@ -495,11 +495,24 @@ def test_both_ways_to_attend_agree_on_a_bias_and_a_scale() -> None:
 def test_heads_may_have_a_width_of_their_own() -> None:
     layer = MultiHeadAttention(6, 4, bias=False, head_dim=5, scale=1.0)
     x = torch.randn(2, 3, 6)
-    keys, values = layer.keys_values(x)
+    queries, keys, values = layer.queries_keys_values(x)
     assert keys.shape == (2, 4, 3, 5)
-    assert layer(x, keys, values, None).shape == x.shape
-    weights = layer.weights(x, keys, None)
-    close(layer.merge(weights @ values), layer(x, keys, values, None))
+    assert layer(queries, keys, values, None).shape == x.shape
+    weights = layer.weights(queries, keys, None)
+    close(layer.merge(weights @ values), layer(queries, keys, values, None))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_joined_projections_are_the_three_in_one(bias: bool) -> None:
+    layer = MultiHeadAttention(6, 4, bias=bias, head_dim=5)
+    x = torch.randn(2, 3, 6)
+    with torch.no_grad():
+        expected = layer.queries_keys_values(x)
+        layer.join_projections()
+        found = layer.queries_keys_values(x)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    assert sum(p.numel() for p in layer.parameters()) == 4 * 6 * 20 + bias * (3 * 20 + 6)
 
 
 def test_rms_norm_takes_no_mean_off() -> None:

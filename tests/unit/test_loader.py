@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.load_memory import LAYOUTS, make_checkpoint, measure
 from model.checkpoint import Checkpoint, ModelError
-from model.loader import LoadedModel, choose_device, load_model
+from model.loader import DTYPES, LoadedModel, choose_device, load_model
 from model.tokenizer import build_tokenizer
 from tests.builders import TINY, make_native_model, make_tutorial_model
 
@@ -78,7 +79,7 @@ def test_a_native_directory_loads_whole(native: Path) -> None:
 
 
 def test_a_tied_output_is_one_tensor_and_counted_once(tmp_path: Path) -> None:
-    model = load_model(make_native_model(tmp_path, tie_output=True), "cpu")
+    model = load_model(make_native_model(tmp_path, tie_output=True), "cpu", packed=False)
     network: Any = model.network
     assert network.output.weight is network.decoder.embedding.tokens.weight
     stored = load_file(tmp_path / "model.safetensors")
@@ -86,20 +87,24 @@ def test_a_tied_output_is_one_tensor_and_counted_once(tmp_path: Path) -> None:
     assert model.parameters == sum(tensor.numel() for tensor in stored.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["native", "tutorial"])
 def test_weights_take_the_asked_dtype_and_answer(
-    dtype: str, family: str, request: pytest.FixtureRequest
+    dtype: str, family: str, packed: bool, request: pytest.FixtureRequest
 ) -> None:
     directory: Path = request.getfixturevalue(family)
-    wide, model = load_model(directory, "cpu"), load_model(directory, "cpu", dtype)
+    wide = load_model(directory, "cpu", packed=False)
+    model = load_model(directory, "cpu", dtype, packed)
     ids = torch.tensor([[4, 5, 6]])
-    assert model.dtype == getattr(torch, dtype)
+    assert model.dtype == dtype
     with torch.inference_mode():
         logits, _ = model.network(ids, ids)
         expected, _ = wide.network(ids, ids)
-    assert logits.dtype == model.dtype
-    torch.testing.assert_close(logits.float(), expected, atol=0.3, rtol=0.1)
+    assert logits.dtype == DTYPES[dtype]
+    # 32 dimensions are few for int8; tests of it with more are those of model.packing
+    atol = 0.6 if dtype == "int8" else 0.3
+    torch.testing.assert_close(logits.float(), expected, atol=atol, rtol=0.1)
 
 
 def test_a_directory_without_tokenizers_loads(native: Path) -> None:
@@ -330,7 +335,7 @@ def test_a_broken_tokenizer_is_refused_by_name(native: Path, file: str, content:
 
 
 def test_unknown_dtype_is_refused(native: Path) -> None:
-    assert "dtype must be one of float32" in refusal(native, dtype="int8")
+    assert "dtype must be one of float32" in refusal(native, dtype="int4")
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "mps", "", "cuda:99"])
@@ -343,6 +348,9 @@ def test_devices_that_are_not_there_are_refused(native: Path, device: str) -> No
 MOST = 1.3
 """Anonymous memory while loading, in sizes of the model."""
 
+LIBRARIES = 0.2
+"""What the matrix library takes when it is first used, some 7 MB, in sizes of this small model."""
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def large(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -350,13 +358,14 @@ def large(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("large"), request.param, 80)
 
 
-def test_loading_to_another_dtype_holds_the_model_once(large: Path) -> None:
-    assert measure(large, "bfloat16").growth < MOST
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_the_model_once(large: Path, dtype: str) -> None:
+    assert measure(large, dtype).growth < MOST + LIBRARIES
 
 
-def test_loading_to_the_dtype_of_the_file_copies_nothing(large: Path) -> None:
+def test_plain_loading_to_the_dtype_of_the_file_copies_nothing(large: Path) -> None:
     """Weights are pages of the mapped file, which are not anonymous."""
-    assert measure(large, "float32").growth < 0.5
+    assert measure(large, "float32", partial(load_model, packed=False)).growth < 0.5
 
 
 def load_from_a_state_dict(directory: Path, device: str, dtype: str) -> LoadedModel:

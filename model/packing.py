@@ -1,0 +1,144 @@
+"""Linear layers for a CPU: weights as its matrix kernels read them, or rounded to int8.
+
+`nn.Linear` keeps its weight row by row, and at every product of a few rows the libraries behind it
+rearrange that weight once more, which costs more than the product. Here that is done once, at
+load. This is the one place that calls the operators for it; where torch was built without them,
+or on other devices, the plain layers stay.
+
+References:
+    Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022
+    (https://arxiv.org/abs/2208.07339), section 2.1 for vector-wise scales.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.layers import MultiHeadAttention
+from model.transformer import DecoderLayer, EncoderLayer
+
+ROWS_HINT = 32
+"""For how many rows oneDNN lays a weight out. Measured over 1 to 64 rows, layouts for 16 to 64 are
+equally good everywhere, and one for a single row is up to twice as slow with more."""
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether torch has the operators, and fast ones for this number format."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    half: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and half)
+
+
+def can_quantize() -> bool:
+    """Whether torch has int8 kernels for this CPU."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the linear layers of a network are replaced.
+
+    Attributes:
+        make: a packed layer of a plain one, whose tensors may have any dtype.
+        tied: whether the output layer that shares the table of an embedding is packed too; the
+            table stays beside it.
+    """
+
+    make: Callable[[nn.Linear], nn.Module]
+    tied: bool = True
+
+    def pack(self, network: nn.Module) -> None:
+        """Replace them one at a time, so that one weight at most is there twice."""
+        for attention in _self_attentions(network):
+            attention.join_projections()
+        for name in [name for name, _ in self._layers(network)]:
+            parent, _, child = name.rpartition(".")
+            holder = network.get_submodule(parent)
+            setattr(holder, child, self.make(getattr(holder, child)))
+
+    def parameters(self, network: nn.Module) -> set[str]:
+        """Names of the parameters that go into packed layers, which bring them to their dtype."""
+        layers = self._layers(network)
+        return {f"{name}.{p}" for name, layer in layers for p, _ in layer.named_parameters()}
+
+    def _layers(self, network: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+        tables = {id(m.weight) for m in network.modules() if isinstance(m, nn.Embedding)}
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear) and (self.tied or id(module.weight) not in tables):
+                yield name, module
+
+
+def _self_attentions(network: nn.Module) -> Iterator[MultiHeadAttention]:
+    for module in network.modules():
+        if isinstance(module, EncoderLayer):
+            yield module.attention
+        elif isinstance(module, DecoderLayer):
+            yield module.self_attention
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` on a weight that oneDNN has laid out.
+
+    Args:
+        linear: on the CPU; its weight is not kept.
+        dtype: float32 or bfloat16.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = linear.weight.detach().to(dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        self.bias = _bias_of(linear, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in] -> [..., out]``, same dtype."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self.bias, "none", [], ""
+        )
+        return product
+
+
+class Int8Linear(nn.Module):
+    """``x Wᵀ + b`` with weights in int8, a scale per output, and inputs in 7 or 8 bits.
+
+    Every row of inputs is divided by its own largest absolute value, so that no row changes what
+    another one gets, and multiplied by it again behind the product (vector-wise quantisation).
+
+    Args:
+        linear: on the CPU; its weight is not kept.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scales = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        with warnings.catch_warnings():
+            # That torch will drop its quantised tensors one day is for us to know, not for users.
+            warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
+            quantized = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
+            self.packed = torch.ops.quantized.linear_prepack(quantized, None)
+        self.bias = _bias_of(linear, torch.float32)
+        # Without VNNI, sums of two products are held in 16 bits: 7-bit inputs cannot overflow them.
+        self.levels = 127 if torch.cpu._is_vnni_supported() else 63
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in] -> [..., out]``, float32."""
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)
+        product: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            unit, 1 / self.levels, self.levels + 1, self.packed
+        )
+        product = product * largest
+        return product if self.bias is None else product + self.bias
+
+
+def _bias_of(linear: nn.Linear, dtype: torch.dtype) -> nn.Parameter | None:
+    bias: Tensor | None = linear.bias
+    return None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
