@@ -576,7 +576,7 @@ class BiasedOutput(nn.Module):
         return logits + self.bias
 
 
-class UnsmoothedOutput(nn.Linear):
+class UnsmoothedOutput(nn.Module):
     """An output layer that takes the label smoothing of its training back out.
 
     A model trained on targets of ``(1 - s) p + s / vocab`` (section 5.4 of the paper) learns to say
@@ -584,19 +584,19 @@ class UnsmoothedOutput(nn.Linear):
     probabilities are those of the data again. The order of tokens stays.
 
     Args:
-        dim: width of the hidden states.
-        vocab_size: width of the logits.
+        projection: ``[..., dim] -> [..., vocab]``, often tied to an embedding.
         smoothing: ``s``, the mass that was spread over the vocabulary.
     """
 
-    def __init__(self, dim: int, vocab_size: int, smoothing: float) -> None:
-        super().__init__(dim, vocab_size, bias=False)
+    def __init__(self, projection: nn.Linear, smoothing: float) -> None:
+        super().__init__()
+        self.projection = projection
         self.smoothing = smoothing
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., dim]`` -> ``[..., vocab]``."""
-        smoothed = super().forward(hidden).float().log_softmax(dim=-1)
-        spread = self.smoothing / self.out_features
+        smoothed = self.projection(hidden).float().log_softmax(dim=-1)
+        spread = self.smoothing / smoothed.shape[-1]
         unsmoothed = (smoothed.exp() - spread).clamp(min=0.0).log()
         # A token with less than its share of the spread mass keeps a trace, and so its place.
         return torch.maximum(unsmoothed, smoothed + math.log(UNLIKELY)).to(hidden.dtype)

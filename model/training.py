@@ -23,11 +23,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from model.checkpoint import Checkpoint
 from model.evaluation import Evaluation, Pair, evaluate
-from model.families.seqserve import MODEL_TYPES, TransformerConfig, build
-from model.loader import choose_device, load_model
+from model.families.seqserve import (
+    MODEL_TYPES,
+    TransformerConfig,
+    build,
+    parse,
+    tokenizers,
+)
+from model.loader import choose_device, load_model, read_config
 from model.steppers import pad_rows
 from model.tokenizer import Granularity, Tokenizer, build_tokenizer
+
+MAY_DIFFER = ("dropout", "max_src", "max_tgt", "undo_label_smoothing")
+"""What of a model's shape no weight depends on."""
 
 
 @dataclass(frozen=True)
@@ -365,19 +375,21 @@ class Trainer:
 
     def _take_weights(self, directory: Path) -> None:
         """Begin with a trained model's weights, which must mean here what they meant there."""
-        trained = load_model(directory, str(self.device))
-        weights = trained.network.state_dict()
-        shapes = {name: weight.shape for name, weight in self.model.state_dict().items()}
-        if {name: weight.shape for name, weight in weights.items()} != shapes:
-            raise ValueError(f"start_from: the model in {directory} has another shape")
-        sides = {
-            "source": (trained.source_tokenizer, self.source),
-            "target": (trained.target_tokenizer, self.target),
-        }
-        for side, (theirs, ours) in sides.items():
+        then, now = (
+            {k: v for k, v in asdict(shape).items() if k not in MAY_DIFFER}
+            for shape in (parse(read_config(directory)), self.shape)
+        )
+        if changed := [f"{k} is {v}, not {now[k]}" for k, v in then.items() if v != now[k]]:
+            raise ValueError(f"start_from: in {directory} {'; '.join(changed)}")
+        sides = zip(
+            ("source", "target"), tokenizers(directory), (self.source, self.target), strict=True
+        )
+        for side, theirs, ours in sides:
             if theirs is None or vocabulary(theirs) != vocabulary(ours):
                 raise ValueError(f"start_from: {directory} has another {side} vocabulary")
-        self.model.load_state_dict(weights)
+        checkpoint = Checkpoint.open(directory)
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(checkpoint.read(name))
 
     def _plan(self, epoch: int) -> list[list[int]]:
         seed = self.config.seed * 1_000_003 + epoch

@@ -112,20 +112,15 @@ def build(config: TransformerConfig) -> Transformer:
         ],
         LayerNorm(dim),
     )
-    output = output_layer(config)
+    projection = nn.Linear(dim, config.tgt_vocab_size, bias=False)
+    smoothing = config.undo_label_smoothing
+    output = UnsmoothedOutput(projection, smoothing) if smoothing else projection
     model = Transformer(encoder, decoder, output, config.pad_id)
-    if not output.weight.is_meta:
+    if not projection.weight.is_meta:
         initialise(model)
     if config.tie_output:
-        output.weight = decoder.embedding.tokens.weight
+        projection.weight = decoder.embedding.tokens.weight
     return model
-
-
-def output_layer(config: TransformerConfig) -> nn.Linear:
-    """Hidden states to logits."""
-    if smoothing := config.undo_label_smoothing:
-        return UnsmoothedOutput(config.dim, config.tgt_vocab_size, smoothing)
-    return nn.Linear(config.dim, config.tgt_vocab_size, bias=False)
 
 
 def blueprint(
@@ -135,7 +130,11 @@ def blueprint(
     shape = parse(config)
     with torch.device("meta"):
         network = build(shape)
-    names = {name: name for name, _ in network.named_parameters()}
+    # Trained without what undoes the smoothing, the output layer is stored as if it were bare.
+    names = {
+        name: name.replace("output.projection.", "output.")
+        for name, _ in network.named_parameters()
+    }
     model_spec = with_generation(spec(shape), generation)
     return Blueprint(network, model_spec, names, partial(CachedStepper, network, model_spec))
 

@@ -534,9 +534,9 @@ def test_an_output_may_scale_what_it_is_given() -> None:
 
 def test_unsmoothing_gives_the_probabilities_before_smoothing() -> None:
     probabilities = torch.tensor([[0.7, 0.3, 0.0], [0.05, 0.05, 0.9]])
-    output = UnsmoothedOutput(3, 3, smoothing=0.3)
-    with torch.no_grad():
-        output.weight.copy_(torch.eye(3))
+    projection = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(projection.weight)
+    output = UnsmoothedOutput(projection, smoothing=0.3)
     smoothed = 0.7 * probabilities + 0.3 / 3
     logits = output(smoothed.log())
     close(logits.softmax(dim=-1), probabilities, atol=2e-4)  # a trace is left to the third token
@@ -544,9 +544,9 @@ def test_unsmoothing_gives_the_probabilities_before_smoothing() -> None:
 
 
 def test_unsmoothing_keeps_the_order_of_tokens_below_the_spread_mass() -> None:
-    output = UnsmoothedOutput(4, 4, smoothing=0.4)
-    with torch.no_grad():
-        output.weight.copy_(torch.eye(4))
+    projection = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(projection.weight)
+    output = UnsmoothedOutput(projection, smoothing=0.4)
     smoothed = torch.tensor([0.83, 0.1, 0.06, 0.01])  # the spread mass of each is 0.1
     logits = output(smoothed.log())
     close(logits.exp(), torch.tensor([0.73, UNLIKELY * 0.1, UNLIKELY * 0.06, UNLIKELY * 0.01]))

@@ -399,7 +399,7 @@ def test_a_run_starts_from_a_trained_model_s_weights(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_no_start(tmp_path: Path) -> None:
     trainer(tmp_path).export()
     config = replace(CONFIG, start_from=str(tmp_path))
-    with pytest.raises(ValueError, match=r"start_from: the model in .* has another shape"):
+    with pytest.raises(ValueError, match=r"start_from: in .* hidden_dim is 32, not 64"):
         trainer(tmp_path / "wider", config, hidden_dim=64)
     renamed = [(source.translate(str.maketrans("abc", "xyz")), target) for source, target in PAIRS]
     with pytest.raises(ValueError, match=r"start_from: .* has another source vocabulary"):
