@@ -108,6 +108,10 @@ class _Caller:
         )
 
 
+def _address(base_url: str | None) -> str:
+    return base_url or os.environ.get("SEQSERVE_URL") or DEFAULT_URL
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
     """The headers that say who asks."""
     agent = {"user-agent": f"seqserve/{__version__}"}
@@ -131,7 +135,7 @@ class Client(_Caller):
     """A connection to a server, for any number of threads. A context manager; or call `close`.
 
     Args:
-        base_url: of the server.
+        base_url: of the server; None takes the variable `SEQSERVE_URL`, or `DEFAULT_URL`.
         model: name of the model to ask where a call names none.
         api_key: sent with every request; None takes the variable `SEQSERVE_API_KEY`, if it is set.
         timeout: seconds for a call, its other tries and the pauses between them included, where the
@@ -148,7 +152,7 @@ class Client(_Caller):
 
     def __init__(
         self,
-        base_url: str = DEFAULT_URL,
+        base_url: str | None = None,
         *,
         model: str | None = None,
         api_key: str | None = None,
@@ -160,7 +164,7 @@ class Client(_Caller):
     ) -> None:
         super().__init__(model, timeout, retries, arrays)
         self._http = http or httpx.Client(
-            base_url=base_url, headers=_headers(api_key), limits=_limits(max_connections)
+            base_url=_address(base_url), headers=_headers(api_key), limits=_limits(max_connections)
         )
 
     @overload
@@ -420,7 +424,7 @@ class AsyncClient(_Caller):
 
     def __init__(
         self,
-        base_url: str = DEFAULT_URL,
+        base_url: str | None = None,
         *,
         model: str | None = None,
         api_key: str | None = None,
@@ -432,7 +436,7 @@ class AsyncClient(_Caller):
     ) -> None:
         super().__init__(model, timeout, retries, arrays)
         self._http = http or httpx.AsyncClient(
-            base_url=base_url, headers=_headers(api_key), limits=_limits(max_connections)
+            base_url=_address(base_url), headers=_headers(api_key), limits=_limits(max_connections)
         )
 
     @overload

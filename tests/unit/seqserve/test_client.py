@@ -809,3 +809,22 @@ def test_a_key_is_given_or_comes_from_the_environment(
         monkeypatch.setenv("SEQSERVE_API_KEY", variable)
     with Client(api_key=given) as client:
         assert client._http.headers.get("authorization") == sent
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "asked"),
+    [
+        (None, None, "http://127.0.0.1:8000"),
+        ("http://v:1", None, "http://v:1"),
+        ("", None, "http://127.0.0.1:8000"),
+        ("http://v:1", "http://g:2", "http://g:2"),
+    ],
+)
+def test_an_address_is_given_or_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, asked: str
+) -> None:
+    monkeypatch.delenv("SEQSERVE_URL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SEQSERVE_URL", variable)
+    with Client(given) as client:
+        assert client._http.base_url == asked
