@@ -22,7 +22,7 @@ def main() -> int:
     for number, row in enumerate(rows, start=1):
         if len(row) <= arguments.column:
             sys.exit(f"{arguments.source}, line {number}: there is no column {arguments.column}")
-    failed = 0
+    failures = []
     with Client(model=arguments.model) as client, arguments.out.open("w", encoding="utf-8") as out:
 
         def answer(row: list[str]) -> str:
@@ -34,11 +34,12 @@ def main() -> int:
         )
         for number, (row, text) in enumerate(zip(rows, answers, strict=True), start=1):
             if isinstance(text, SeqserveError):
-                print(f"line {number}: {text}", file=sys.stderr)
-                failed, text = failed + 1, ""
+                failures.append(f"line {number}: {text}")
+                text = ""
             print(*row, text, sep="\t", file=out)
-    print(f"{len(rows) - failed} of {len(rows)} lines answered")
-    return 1 if failed else 0
+    print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
+    print(f"{len(rows) - len(failures)} of {len(rows)} lines answered")
+    return 1 if failures else 0
 
 
 def progress() -> bool | Callable[[int, int | None], object]:

@@ -66,7 +66,7 @@ def read_event(data: str) -> StreamEvent:
         raise SeqserveError(f"an event of the stream cannot be read: {data[:200]}") from error
 
 
-class Stream(Iterator[StreamEvent]):
+class Stream:
     """The events of one generation as they come; as a context manager, it ends with its block.
 
     Nothing is sent before the first event is asked for. Closing the stream closes its connection,
@@ -75,6 +75,9 @@ class Stream(Iterator[StreamEvent]):
 
     def __init__(self, events: Generator[StreamEvent, None, None]) -> None:
         self._events = events
+
+    def __iter__(self) -> Self:
+        return self
 
     def __next__(self) -> StreamEvent:
         return next(self._events)
