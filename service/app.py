@@ -56,6 +56,7 @@ RESPONSE_HEADERS = [
     "x-prompt-tokens",
     "x-queue-time",
     "x-request-id",
+    "x-seqserve-version",
 ]
 """What such a page may read of an answer."""
 

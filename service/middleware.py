@@ -14,6 +14,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from seqserve import __version__
 from seqserve.errors import (
     InvalidRequestError,
     SeqserveError,
@@ -47,6 +48,7 @@ class Frame:
     """Outermost middleware.
 
     - Every response has `x-request-id`: the caller's own if it is sane, else a fresh one.
+    - Every response has `x-seqserve-version`: a client can tell what it talks to.
     - Every response has `x-content-type-options: nosniff`, and pages have `PAGE_HEADERS`.
     - `root_path` holds, whether or not the proxy in front takes it off the path.
     """
@@ -67,6 +69,7 @@ class Frame:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                headers["x-seqserve-version"] = __version__
                 headers["x-content-type-options"] = "nosniff"
                 if headers.get("content-type", "").startswith("text/html"):
                     headers.update(PAGE_HEADERS)

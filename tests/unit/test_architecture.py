@@ -15,6 +15,7 @@ OPTIONAL = {
     "check": "service/check.py",
     "hub": "service/hub.py",
     "otel": "service/tracing.py",
+    "progress": "seqserve/mapping.py",
 }
 SERVED = ["server", *OPTIONAL]
 # Imported by name, and guaranteed by the dependency that is built on them.
