@@ -42,7 +42,8 @@ def check_body(body: Any, settings: Settings) -> None:
 def _check_count(name: str, value: Any, limit: int) -> None:
     if not isinstance(value, list) or len(value) <= limit:
         return
-    if name in ID_LISTS and isinstance(value[0], int):
+    several = list | str if name in TEXTS else list
+    if name in ID_LISTS and not isinstance(value[0], several):
         return  # one input, whose length the model limits
     raise InvalidRequestError(
         f"{name} has {len(value)} entries, at most {limit} are allowed (max_inputs)", name
