@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +22,7 @@ from seqserve.errors import (
     TooLargeError,
     UnavailableError,
 )
-from service.errors import envelope, place_of
+from service.errors import OURS, Dialect, envelope, place_of
 from service.keys import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Request ids taken over from a caller: printable ASCII, short. Others are replaced."""
 
-OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ready"})
+OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready"})
 """Paths that need no API key: probes, and pages that are the same on every server. A browser that
 opens a page could not send one."""
 
@@ -51,11 +52,13 @@ class Frame:
     - Every response has `x-seqserve-version`: a client can tell what it talks to.
     - Every response has `x-content-type-options: nosniff`, and pages have `PAGE_HEADERS`.
     - `root_path` holds, whether or not the proxy in front takes it off the path.
+    - Errors leave in the dialect of the API that the path belongs to.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, root_path: str, dialects: Sequence[Dialect]) -> None:
         self.app = app
         self.root_path = root_path
+        self.dialects = (*dialects, OURS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +67,8 @@ class Frame:
         request_id = _request_id(Headers(scope=scope))
         scope.setdefault("state", {})["request_id"] = request_id
         _publish(scope, self.root_path)
+        method, path = scope["method"], _route_path(scope)
+        scope["state"]["dialect"] = next(d for d in self.dialects if d.speaks(method, path))
 
         async def send_framed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -113,11 +118,11 @@ class Gate:
         except (Exception, asyncio.CancelledError) as error:
             if started:
                 raise
-            await _failure(error, scope["state"]["request_id"])(scope, receive, send)
+            await _failure(error, scope)(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if not is_open(_route_path(scope)):
+        if not is_open(scope["method"], _route_path(scope)):
             self.keys.check(headers)
         if scope["method"] == "POST":
             _check_encoding(headers)
@@ -154,14 +159,15 @@ class Gate:
             )
 
 
-def _failure(error: BaseException, request_id: str) -> ASGIApp:
+def _failure(error: BaseException, scope: Scope) -> ASGIApp:
     if isinstance(error, asyncio.CancelledError):  # the server ends and waits no longer
         error = UnavailableError("the server is shutting down")
     if isinstance(error, SeqserveError):
-        return envelope(error, request_id)
+        return envelope(error, scope)
+    request_id = scope["state"]["request_id"]
     logger.error("request %s failed: %s", request_id, place_of(error))
     logger.debug("request %s failed", request_id, exc_info=error)
-    return envelope(SeqserveError("internal error; the server's log has the details"), request_id)
+    return envelope(SeqserveError("internal error; the server's log has the details"), scope)
 
 
 def _request_id(headers: Headers) -> str:
@@ -182,9 +188,9 @@ def _route_path(scope: Scope) -> str:
     return str(scope["path"].removeprefix(scope["root_path"])) or "/"
 
 
-def is_open(path: str) -> bool:
-    """Whether a path needs no API key."""
-    return path in OPEN or path.startswith("/docs/")
+def is_open(method: str, path: str) -> bool:
+    """Whether a request needs no API key: a page or a probe, but nothing that a model runs for."""
+    return method != "POST" and (path in OPEN or path.startswith("/docs/"))
 
 
 def _content_length(headers: Headers) -> int:

@@ -23,7 +23,7 @@ OTHER = "other"
 UNKNOWN_MODEL = "unknown"
 """Stands for a model that the server does not have, whatever its name was."""
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/metrics", "/ping", "/ready"})
 """Routes that machines ask every few seconds."""
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

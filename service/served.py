@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -57,12 +58,17 @@ State = Literal["loading", "ready", "failed", "draining"]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers requests."""
+    """A model that answers requests.
+
+    Attributes:
+        loaded_at: seconds since the epoch.
+    """
 
     name: str
     loaded: LoadedModel
     runner: Runner
     figures: StepFigures
+    loaded_at: float = field(default_factory=time.time)
 
     @classmethod
     async def start(

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics, /info, /docs and /; HEAD of the first three."""
+"""GET /health, /ready, /ping, /metrics, /info, /docs and /; HEAD of the first four."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from seqserve.schemas import InfoResponse, Limits, StatusResponse
 from service.errors import responses
 from service.metrics import Metrics
 from service.routes.common import models_of, settings_of
+from service.routes.tgi import endpoint_info
 
 router = APIRouter(tags=["operations"])
 
@@ -44,6 +45,8 @@ async def health() -> StatusResponse:
     return StatusResponse(status="ok")
 
 
+@router.head("/ping", include_in_schema=False)
+@router.get("/ping", summary="The same as /ready, by another name", responses=responses(503))
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Whether a model can answer", responses=responses(503))
 async def ready(request: Request) -> StatusResponse:
@@ -87,9 +90,13 @@ async def info(request: Request) -> InfoResponse:
         max_tensor_values=settings.max_tensor_values,
         default_timeout=settings.timeout,
     )
-    models = models_of(request).info()
+    models = models_of(request)
     return InfoResponse(
-        version=__version__, torch=str(torch.__version__), limits=limits, models=models
+        version=__version__,
+        torch=str(torch.__version__),
+        limits=limits,
+        models=models.info(),
+        **endpoint_info(models, settings),
     )
 
 

@@ -53,12 +53,12 @@ async def test_a_key_is_needed_where_keys_are_set(guarded: httpx.AsyncClient) ->
 
 @pytest.mark.parametrize("prefix", ["", "/nlp"])
 async def test_only_probes_and_pages_are_open(guarded: httpx.AsyncClient, prefix: str) -> None:
-    for path in ("/health", "/ready", "/docs", "/docs/", "/docs/start.js", "/openapi.json", "/"):
+    for path in ("/health", "/ping", "/docs", "/docs/", "/docs/start.js", "/openapi.json", "/"):
         assert (await guarded.get(prefix + path)).status_code in (200, 307), path
     document = (await guarded.get(f"{prefix}/openapi.json")).json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            is_open = path in ("/health", "/ready", "/metrics")
+            is_open = path in ("/health", "/ready", "/ping", "/metrics")
             response = await guarded.request(method, prefix + path, json=BODY)
             assert (response.status_code == 401) != is_open, path
             assert ("security" in operation) != is_open
