@@ -29,8 +29,8 @@ SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Request ids taken over from a caller: printable ASCII, short. Others are replaced."""
 
 OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ready"})
-"""Paths that need no API key: probes, and pages that are the same on every server. A browser that
-opens a page could not send one."""
+"""Paths that need no API key, beside the files of pages: probes, and pages that are the same on
+every server. A browser that opens a page could not send one."""
 
 PAGE_HEADERS = {
     "content-security-policy": (
@@ -181,7 +181,7 @@ def _route_path(scope: Scope) -> str:
 
 def is_open(path: str) -> bool:
     """Whether a path needs no API key."""
-    return path in OPEN or path.startswith("/docs/")
+    return path in OPEN or path.startswith(("/docs/", "/page/"))
 
 
 def _content_length(headers: Headers) -> int:
