@@ -48,7 +48,7 @@ test-browser: setup ## The page in a real browser, and its pictures in docs/pict
 	@command -v chromium chromium-browser >/dev/null || { \
 		test "$$(id -u)" = 0 && apt-get update && apt-get install --yes --no-install-recommends chromium; } || { \
 		echo "the page's tests need chromium: sudo apt-get install chromium" >&2; exit 1; }
-	SEQSERVE_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
+	PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
 
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -316,7 +316,7 @@ function suitModel() {
   options("src_lang", now.languages ?? [], now.default_src_lang ?? "choose");
   options("tgt_lang", now.languages ?? [], now.default_tgt_lang ?? "choose");
   byId("source-label").textContent = now.source_tokenizer ? "Source" : "Source, as token ids";
-  byId("server").textContent = [`version ${state.info.version}`, `family ${now.family}`, now.device,
+  byId("server").textContent = [`version ${state.info.version}`, now.family, now.device,
     now.dtype, `${(now.parameters / 1e6).toFixed(1)} M weights`].join(" · ");
   followForm();
 }

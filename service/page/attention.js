@@ -14,7 +14,7 @@ const KINDS = {
     help: "What each target token looks at among those before it. Later ones are masked." },
 };
 const HEAT = [236, 92, 38]; // over light and dark alike: the weight is its opacity
-const CELL = { least: 12, most: 48 };
+const CELL = { least: 12, most: 40 };
 const LETTER = 7.6; // width of a character of the axes, about
 const LONGEST = 12; // characters of a token on an axis
 const UPRIGHT = 4; // characters of the longest where the axis is not turned

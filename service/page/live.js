@@ -1,11 +1,12 @@
 // How busy the server is: /info and /metrics, asked for while the page can be seen.
 
-import { get, text } from "./api.js";
+import { ApiError, get, text } from "./api.js";
 import { element, svg } from "./dom.js";
 
 const EVERY = 2000; // milliseconds
-const KEPT = 60; // samples: two minutes
+const KEPT = 60; // numbers in a line: two minutes
 const WINDOW = 30; // samples that latencies are taken from
+const LEAST = 12; // samples that a line has room for at first
 const SPARK = { width: 120, height: 28 };
 
 /** A panel of figures of one model. */
@@ -24,6 +25,7 @@ export class LivePanel {
     if (model === this.model) return;
     this.model = model;
     this.samples = [];
+    for (const row of Object.values(this.rows)) row.values = [];
   }
 
   /** Ask now, and again as long as the page is seen. */
@@ -44,38 +46,44 @@ export class LivePanel {
       if (model?.state === "ready") this.keep(info, model, metrics);
       this.note.textContent = model ? model.state : "";
     } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
       this.note.textContent = error.status === 401 ? "needs an API key" : "no answer";
     }
   }
 
   keep(info, model, metrics) {
     this.samples.push({ at: performance.now() / 1000, info, model, ...read(metrics, this.model) });
-    this.samples = this.samples.slice(-KEPT);
+    this.samples = this.samples.slice(-WINDOW);
     for (const { name, value, draws } of ROWS) {
-      const values = this.samples.map((_, i) => draws && draws(this.samples.slice(0, i + 1)));
-      this.rows[name].show(value(this.samples), draws ? values : []);
+      this.rows[name].show(value(this.samples), draws?.(this.samples));
     }
   }
 }
 
 /** One figure, and how it went lately. */
 class Row {
-  constructor(list, { name, title, help }) {
+  constructor(list, { name, title, help, draws }) {
     this.value = element("dd", { "data-figure": name });
     this.line = svg("polyline", { class: "line" });
-    this.spark = svg("svg", {
+    const spark = svg("svg", {
       class: "spark", viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, "aria-hidden": "true",
       preserveAspectRatio: "none",
-    }, this.line);
-    list.append(element("div", { title: help }, element("dt", {}, title), this.spark, this.value));
+    }, svg("path", { class: "base", d: `M0 ${SPARK.height - 2}h${SPARK.width}` }), this.line);
+    const drawn = draws ? spark : element("span");
+    list.append(element("div", { title: help }, element("dt", {}, title), drawn, this.value));
     this.value.textContent = "–";
+    this.values = [];
   }
 
-  show(text, values) {
+  /** The figure as text and, where it is drawn, as a number. */
+  show(text, number) {
     this.value.textContent = text;
-    const most = Math.max(1e-9, ...values);
-    const points = values.map((value, i) => {
-      const x = SPARK.width - (values.length - 1 - i) * (SPARK.width / (KEPT - 1));
+    if (number === undefined) return;
+    this.values = [...this.values, number].slice(-KEPT);
+    const most = Math.max(...this.values) || 1;
+    const step = SPARK.width / (Math.max(LEAST, this.values.length) - 1);
+    const points = this.values.map((value, i) => {
+      const x = SPARK.width - (this.values.length - 1 - i) * step;
       return `${x.toFixed(1)},${(SPARK.height - 2 - (value / most) * (SPARK.height - 4)).toFixed(1)}`;
     });
     this.line.setAttribute("points", points.join(" "));
@@ -106,7 +114,7 @@ function tokensPerSecond(samples) {
 /** A quantile of the latencies in the window, in seconds; null without any. */
 function latency(samples, q) {
   const now = last(samples).latencies;
-  const then = samples.at(-Math.min(WINDOW, samples.length)).latencies;
+  const then = samples[0].latencies;
   return quantile([...now].map(([bound, count]) => [bound, count - (then.get(bound) ?? 0)]), q);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = []
     if CHROMIUM is None:
         missing.append("chromium (apt-get install chromium)")
-    try:
-        import playwright.sync_api  # noqa: F401
-    except ImportError:
+    if find_spec("playwright") is None:
         missing.append("playwright (pip install playwright)")
     if missing:
         reason = f"needs {' and '.join(missing)}; make test-browser installs what is missing"
@@ -89,6 +88,14 @@ class Visit:
         self.page.click("#run")
         self.wait_for_answer()
 
+    def set(self, parameter: str, value: str) -> None:
+        """Fill in a parameter, in whatever group it is."""
+        field = f"#parameter-{parameter}"
+        closed = self.page.locator(f"details:not([open]):has({field}) > summary")
+        if closed.count():
+            closed.click()
+        self.page.fill(field, value)
+
     def wait_for_answer(self) -> None:
         self.page.locator("#status", has_text=" tokens").wait_for()
         self.page.locator("#run").wait_for()
@@ -117,6 +124,6 @@ def visit(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Vi
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: into the documentation if `SEQSERVE_PICTURES` says so."""
-    folder = os.environ.get("SEQSERVE_PICTURES")
+    """Where screenshots go: into the documentation if `PICTURES` says so."""
+    folder = os.environ.get("PICTURES")
     return ROOT / folder if folder else tmp_path_factory.mktemp("pictures")

@@ -109,14 +109,14 @@ def test_beams_are_a_tree_and_each_can_be_looked_at(visit: Visit, url: str) -> N
 
 
 def test_an_error_is_shown_at_its_field(visit: Visit) -> None:
-    visit.page.fill("#parameter-top_p", "1.5")
+    visit.set("top_p", "1.5")
     visit.page.click("#run")
     visit.page.locator("#fault").wait_for()
     message = "parameters.top_p must be in (0, 1], got 1.5"
     assert message in visit.page.inner_text("#fault")
     assert visit.page.get_attribute("#parameter-top_p", "aria-invalid") == "true"
     assert visit.page.inner_text("#parameter-top_p-fault") == message
-    visit.page.fill("#parameter-top_p", "0.5")
+    visit.set("top_p", "0.5")
     visit.run("cat")
     assert visit.page.locator("#fault").is_hidden()
     assert "seed" in visit.page.inner_text("#status")
@@ -124,7 +124,7 @@ def test_an_error_is_shown_at_its_field(visit: Visit) -> None:
 
 def test_the_code_asks_for_the_same(visit: Visit, url: str) -> None:
     visit.page.fill("#source", "it's")
-    visit.page.fill("#parameter-seed", "7")
+    visit.set("seed", "7")
     visit.run("it's")
     visit.page.click("#tab-code")
     command, program = visit.texts("#code code")
@@ -143,8 +143,8 @@ def test_a_model_with_languages_and_one_without_a_tokenizer(visit: Visit) -> Non
     page.select_option("#model", "speaking")
     page.select_option("#src_lang", "en")
     page.select_option("#tgt_lang", "ar")
-    page.fill("#parameter-top_n_tokens", "5", force=True)
-    page.fill("#parameter-max_new_tokens", "6", force=True)
+    visit.set("top_n_tokens", "5")
+    visit.set("max_new_tokens", "6")
     visit.run("ab")
     assert visit.texts(".token .text")[0] == "__ar__"
     page.hover(".token:nth-child(3)")  # the language is among the ids that are kept
@@ -156,7 +156,7 @@ def test_a_model_with_languages_and_one_without_a_tokenizer(visit: Visit) -> Non
     page.locator(".heat").wait_for()
     page.click("#tab-tokens")
     page.select_option("#model", "ids")
-    page.fill("#parameter-max_new_tokens", "4", force=True)
+    visit.set("max_new_tokens", "4")
     visit.run("5 6 7")
     assert len(visit.texts(".token")) == 4
     assert all(text.startswith("#") for text in visit.texts(".token .text"))
@@ -183,11 +183,11 @@ def test_the_theme_is_kept(visit: Visit) -> None:
 def test_the_live_panel_follows_the_server(visit: Visit, url: str) -> None:
     visit.run("cat")
     with Client(url) as client:
-        hits = client.info().models[0].encoder_cache
         client.generate(["cat", "dog"] * 8)
-    assert hits
-    figure = visit.page.locator("[data-figure=cache]", has_text=str(hits.hits + 15))
-    figure.wait_for()
+        cache = client.info().models[0].encoder_cache
+    assert cache
+    told = f"{cache.hits} of {cache.hits + cache.misses} hits"
+    visit.page.locator("[data-figure=cache]", has_text=told).wait_for()
     visit.page.locator("[data-figure=latency]", has_text="s ·").wait_for()
     assert "64 rows" in visit.page.inner_text("[data-figure=rows]")
 
@@ -217,29 +217,35 @@ def test_a_key_is_asked_for_and_a_proxy_s_path_kept(browser: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("visit", ["desktop", "phone"], indirect=True)
-def test_it_looks_right(visit: Visit, pictures: Path, request: pytest.FixtureRequest) -> None:
+def test_it_looks_right(
+    visit: Visit, url: str, pictures: Path, request: pytest.FixtureRequest
+) -> None:
     size = request.node.callspec.params["visit"]
-    wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    fits = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    with Client(url) as client:
+        for rows in (8, 48, 24):  # something to see for the live panel
+            client.generate(["something", "to", "pronounce", "meanwhile"] * (rows // 4))
+            visit.page.wait_for_timeout(2000)
     visit.run("colonel")
-    assert visit.page.evaluate(wide)
+    assert visit.page.evaluate(fits)
     visit.page.hover(".token:nth-child(2)")
     picture(visit, pictures / f"page-{size}.png")
     visit.page.keyboard.press("Escape")
     visit.page.mouse.move(0, 0)
     visit.page.click("#tab-attention")
     visit.page.locator(".heat").wait_for()
-    assert visit.page.evaluate(wide)
+    assert visit.page.evaluate(fits)
     if size == "desktop":
-        picture(visit, pictures / "page-attention.png")
+        picture(visit, pictures / "page-attention.png", full_page=True)
     visit.page.click("#tab-beams")
     visit.page.locator(".leaf").first.wait_for()
-    assert visit.page.evaluate(wide)
+    assert visit.page.evaluate(fits)
     if size == "desktop":
         visit.page.emulate_media(color_scheme="dark")
         picture(visit, pictures / "page-dark.png")
 
 
-def picture(visit: Visit, path: Path) -> None:
+def picture(visit: Visit, path: Path, *, full_page: bool = False) -> None:
     """What a person sees, once the live panel has figures of the run."""
     visit.page.locator("[data-figure=latency]", has_text="s ·").wait_for()
-    visit.page.screenshot(path=path, timeout=PATIENCE)
+    visit.page.screenshot(path=path, full_page=full_page, timeout=PATIENCE)
