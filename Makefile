@@ -18,10 +18,10 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak bench check format clean tgi-client
+.PHONY: help setup serve test test-browser soak bench check format clean tgi-client
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## Create .venv and install the project with its extras
 
@@ -42,6 +42,14 @@ serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 
 test: check ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+# Only root can install a browser; whoever is not gets told the command.
+test-browser: setup ## The page in a real browser, and its pictures in docs/pictures
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[browser]"
+	@command -v chromium chromium-browser >/dev/null || { \
+		test "$$(id -u)" = 0 && apt-get update && apt-get install --yes --no-install-recommends chromium; } || { \
+		echo "the page's tests need chromium: sudo apt-get install chromium" >&2; exit 1; }
+	PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
 
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -22,7 +22,7 @@ from service.logs import log_request
 from service.metrics import Metrics
 from service.middleware import Frame, Gate, is_open
 from service.observation import Listener, Observed
-from service.routes import generate, inspect, openai, operations, tgi
+from service.routes import generate, inspect, openai, operations, page, tgi
 from service.served import Models
 from service.settings import Settings
 from service.tracing import RequestTracer
@@ -125,7 +125,7 @@ def create_app(
     app.state.models = host
     app.state.settings = settings
     app.state.metrics = metrics
-    routers = [routes.router for routes in (generate, inspect, operations, openai, tgi)]
+    routers = [routes.router for routes in (generate, inspect, operations, openai, tgi, page)]
     # The last one added is the outermost.
     app.add_middleware(
         Gate,
@@ -153,6 +153,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
+    app.mount("/page", page.PageFiles())
     if keys:
         _declare_keys(app)
     return app

@@ -31,8 +31,8 @@ SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Request ids taken over from a caller: printable ASCII, short. Others are replaced."""
 
 OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready"})
-"""Paths that need no API key: probes, and pages that are the same on every server. A browser that
-opens a page could not send one."""
+"""Paths that need no API key, beside the files of pages: probes, and pages that are the same on
+every server. A browser that opens a page could not send one."""
 
 PAGE_HEADERS = {
     "content-security-policy": (
@@ -190,7 +190,7 @@ def _route_path(scope: Scope) -> str:
 
 def is_open(method: str, path: str) -> bool:
     """Whether a request needs no API key: a page or a probe, but nothing that a model runs for."""
-    return method != "POST" and (path in OPEN or path.startswith("/docs/"))
+    return method != "POST" and (path in OPEN or path.startswith(("/docs/", "/page/")))
 
 
 def _content_length(headers: Headers) -> int:

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /ping, /metrics, /info, /docs and /; HEAD of the first four."""
+"""GET /health, /ready, /ping, /metrics, /info and /docs; HEAD of the first four."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from string import Template
 
 import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from seqserve import __version__
 from seqserve.schemas import InfoResponse, Limits, StatusResponse
@@ -105,9 +105,3 @@ async def info(request: Request) -> InfoResponse:
 async def docs(request: Request) -> HTMLResponse:
     """Swagger UI from the server's own files: works without the internet."""
     return HTMLResponse(DOCS.substitute(root=html.escape(request.scope["root_path"])))
-
-
-@router.get("/", include_in_schema=False)
-async def home(request: Request) -> RedirectResponse:
-    """The documentation, until there is a page to play with."""
-    return RedirectResponse(f"{request.scope['root_path']}/docs")
