@@ -20,8 +20,9 @@ from seqserve.errors import (
     TooLargeError,
     UnavailableError,
 )
-from service.errors import envelope, place_of
+from service.errors import envelope
 from service.keys import ApiKeys
+from service.places import place_of
 
 logger = logging.getLogger(__name__)
 
