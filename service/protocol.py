@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
+import struct
 from http import HTTPStatus
 
 import h11
@@ -66,7 +68,13 @@ class Protocol(H11Protocol):
         if left < before:
             self._wait_for_taker(left)
         else:
-            self.transport.abort()  # to close it would be to wait for what is not taken
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Close the connection without waiting for what is not taken; nor shall the system."""
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._taking is not None:
