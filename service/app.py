@@ -125,6 +125,7 @@ def create_app(
     app.state.models = host
     app.state.settings = settings
     app.state.metrics = metrics
+    app.state.listeners = listeners
     routers = [routes.router for routes in (generate, inspect, operations, openai, tgi, page)]
     # The last one added is the outermost.
     app.add_middleware(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ from seqserve.schemas import ErrorResponse
 from service.observation import record_of
 from service.validation import cut, describe
 
-logger = logging.getLogger(__name__)
-
 DESCRIPTIONS: dict[int, str] = {
     400: "The body is not valid JSON.",
     401: "API keys are set, and none or a wrong one came.",
@@ -43,8 +39,6 @@ DESCRIPTIONS: dict[int, str] = {
     504: "The request's timeout passed.",
 }
 """HTTP status -> what it means, for the OpenAPI document."""
-
-OWN_PACKAGES = ("model", "seqserve", "service")
 
 OF_A_BODY = (400, 401, 404, 408, 413, 415, 422, 503)
 """What any route with a body may answer."""
@@ -148,21 +142,6 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
             said = re.sub(ours, theirs, said)
             param = re.sub(ours, theirs, param) if param else param
         raise InvalidRequestError(said + got + value, param, status=error.status) from error
-
-
-def place_of(error: BaseException) -> str:
-    """Kind and place of an error: `KeyError in service.planning.plan:87 < ...`, innermost first.
-
-    Neither its message, which may hold a caller's text, nor the paths of files. Of frames in other
-    packages only the innermost is named.
-    """
-    frames = [
-        (frame.f_globals.get("__name__", "?"), frame.f_code.co_name, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    told = [f for f in frames[:-1] if f[0].split(".")[0] in OWN_PACKAGES] + frames[-1:]
-    places = [f"{module}.{function}:{line}" for module, function, line in reversed(told)]
-    return f"{type(error).__name__} in {' < '.join(places) or 'no frame'}"
 
 
 def install_error_handlers(app: FastAPI) -> None:

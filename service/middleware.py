@@ -22,8 +22,9 @@ from seqserve.errors import (
     TooLargeError,
     UnavailableError,
 )
-from service.errors import OURS, Dialect, envelope, place_of
+from service.errors import OURS, Dialect, envelope
 from service.keys import ApiKeys
+from service.places import place_of
 
 logger = logging.getLogger(__name__)
 

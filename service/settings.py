@@ -144,6 +144,13 @@ class Settings(BaseSettings):
         description="Seconds in which a request's head, and then its body, must have come; slower "
         "ones get status 408.",
     )
+    send_timeout: float = Field(
+        30.0,
+        gt=0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds in which a caller must take some more of its answer; the connection "
+        "of one that takes nothing is cut.",
+    )
     max_json_values: int = Field(
         1_000_000,
         ge=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from seqserve.schemas import TIMEOUT_LIMIT
 from service.admission import Work
 from service.limits import check_body
 from service.observation import UNKNOWN_MODEL, record_of
-from service.runner import Ticket, work_of
+from service.runner import Ticket, too_late, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
 from service.validation import describe, parse_json
@@ -155,8 +156,12 @@ async def running(
     Raises:
         SeqserveError: see `Runner.submitted`.
     """
-    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
-        record_of(request.scope).ticket = ticket
+    record = record_of(request.scope)
+    async with (
+        model.runner.submitted(works, seconds, since=record.started) as ticket,
+        watched(request, ticket),
+    ):
+        record.ticket = ticket
         yield ticket
 
 
@@ -168,6 +173,21 @@ def seconds_of(request: Request, seconds: float | None) -> float:
     """
     header = header_timeout(request)  # refused where it is wrong, even if the body's counts
     return seconds or header or settings_of(request).timeout
+
+
+def check_time(request: Request, seconds: float | None) -> None:
+    """Refuse a request that has waited so long that nobody needs its answer, before it costs more.
+
+    Args:
+        seconds: the body's timeout.
+
+    Raises:
+        DeadlineError: its time is over.
+        InvalidRequestError: see `header_timeout`.
+    """
+    seconds = seconds_of(request, seconds)
+    if time.perf_counter() - record_of(request.scope).started >= seconds:
+        raise too_late(seconds)
 
 
 def header_timeout(request: Request) -> float | None:

@@ -26,6 +26,7 @@ from service.routes.common import (
     answer,
     body_size,
     check_size,
+    check_time,
     model_of,
     run,
     running,
@@ -235,6 +236,7 @@ async def planned(request: Request, body: GenerateRequest) -> tuple[ServedModel,
             f"{settings.max_queue} are allowed (max_queue)"
         )
     model = model_of(request, body.model, body.count)
+    check_time(request, body.timeout)
     plans = await sized(await body_size(request), model.generator.plan, body)
     candidates = sum(plan.most_candidates for plan in plans)
     advice = "ask for fewer inputs, or for a lower top_n_tokens or max_new_tokens"
