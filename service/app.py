@@ -22,7 +22,7 @@ from service.logs import log_request
 from service.metrics import Metrics
 from service.middleware import Frame, Gate, is_open
 from service.observation import Listener, Observed
-from service.routes import generate, inspect, openai, operations, page, tgi
+from service.routes import generate, inspect, libretranslate, openai, operations, page, tgi
 from service.served import Models
 from service.settings import Settings
 from service.tracing import RequestTracer
@@ -60,7 +60,7 @@ RESPONSE_HEADERS = [
 ]
 """What such a page may read of an answer."""
 
-DIALECTS = (openai.DIALECT, tgi.DIALECT)
+DIALECTS = (openai.DIALECT, tgi.DIALECT, libretranslate.DIALECT)
 """Of the routes that answer errors as other APIs do."""
 
 SECURITY_SCHEMES = {
@@ -124,9 +124,11 @@ def create_app(
         listeners.insert(0, tracer)  # the log names the trace
     app.state.models = host
     app.state.settings = settings
+    app.state.keys = keys
     app.state.metrics = metrics
     app.state.listeners = listeners
-    routers = [routes.router for routes in (generate, inspect, operations, openai, tgi, page)]
+    ours = (generate, inspect, operations, page)
+    routers = [routes.router for routes in (*ours, openai, tgi, libretranslate)]
     # The last one added is the outermost.
     app.add_middleware(
         Gate,

@@ -14,7 +14,7 @@ from model.loader import LoadedModel
 from seqserve.errors import InvalidRequestError
 from service.settings import Settings
 
-TEXTS = ("inputs", "prompt", "targets", "target_prefix")
+TEXTS = ("inputs", "prompt", "q", "targets", "target_prefix")
 ID_LISTS = ("input_ids", "prompt", "target_ids", "target_prefix_ids")
 FOR_EACH = (*dict.fromkeys((*TEXTS, *ID_LISTS)), "parameters", "src_lang", "tgt_lang")
 """Fields that may have an entry for each input or answer."""

@@ -31,9 +31,17 @@ logger = logging.getLogger(__name__)
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Request ids taken over from a caller: printable ASCII, short. Others are replaced."""
 
-OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready"})
-"""Paths that need no API key, beside the files of pages: probes, and pages that are the same on
-every server. A browser that opens a page could not send one."""
+OPEN = frozenset(
+    {"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready"}
+    | {"/frontend/settings", "/languages"}
+)
+"""Paths that need no API key, beside the files of pages: probes; pages that are the same on every
+server, as a browser that opens one could not send any; what LibreTranslate's clients ask without
+one."""
+
+KEY_IN_BODY = frozenset({"/detect", "/translate"})
+"""Paths whose requests may have their API key in the body, as LibreTranslate's clients send it; the
+routes check it there."""
 
 PAGE_HEADERS = {
     "content-security-policy": (
@@ -87,7 +95,8 @@ class Frame:
 class Gate:
     """Innermost middleware: what comes in, and what goes out when a handler fails.
 
-    - Where there are API keys, a request without one is refused before its body is read.
+    - Where there are API keys, a request without one is refused before its body is read, but for
+      those that may have it there.
     - So is a body over the limit; one that comes in chunks, as soon as it is over; one that does
       not come, when its time is over.
     - What no handler caught becomes a plain 500 in the envelope; the log names its place, and has
@@ -123,7 +132,9 @@ class Gate:
 
     def _check_head(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if not is_open(scope["method"], _route_path(scope)):
+        path = _route_path(scope)
+        later = path in KEY_IN_BODY and scope["method"] == "POST" and not self.keys.sent(headers)
+        if not later and not is_open(scope["method"], path):
             self.keys.check(headers)
         if scope["method"] == "POST":
             _check_encoding(headers)
@@ -212,6 +223,10 @@ def _check_encoding(headers: Headers) -> None:
 
 
 def _declare_json(scope: Scope) -> None:
-    """All bodies are JSON, so that `curl -d` works without a header; FastAPI would look at it."""
+    """All bodies are JSON, so that `curl -d` works without a header; FastAPI would look at it.
+
+    What the caller declared is kept for routes that take something else too.
+    """
+    scope["state"]["content_type"] = Headers(scope=scope).get("content-type", "")
     others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]

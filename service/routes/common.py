@@ -50,7 +50,7 @@ class JsonRequest(Request):
         return await sized(len(body), self._read, body)
 
     def _read(self, body: bytes) -> BaseModel:
-        content = parse_json(body)
+        content = self.parse(body)
         check_body(content, settings_of(self))
         schema: type[BaseModel] = self.scope["route"].body_field.field_info.annotation
         try:
@@ -58,15 +58,25 @@ class JsonRequest(Request):
         except ValidationError as error:
             raise describe(error.errors(), schema) from error
 
+    def parse(self, body: bytes) -> Any:
+        """What a body says, not validated yet.
+
+        Raises:
+            SeqserveError: it cannot be read.
+        """
+        return parse_json(body)
+
 
 class JsonRoute(APIRoute):
     """A route whose handler gets a `JsonRequest`."""
+
+    request_class = JsonRequest
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            return await handler(self.request_class(request.scope, request.receive))
 
         return handle
 

@@ -223,6 +223,7 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
     inspecting = {"/logits", "/next", "/score", "/attention", "/tokenize", "/detokenize"}
     posts = {"/generate", "/generate_stream", *inspecting}
     others = {"/", "/v1/completions", "/v1/models", "/v1/models/{name}"}
+    others |= {"/translate", "/detect", "/languages", "/frontend/settings"}
     probes = {"/health", "/ready", "/ping", "/metrics"}
     assert set(document["paths"]) == posts | others | probes | {"/info"}
     for path in posts:

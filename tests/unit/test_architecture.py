@@ -18,10 +18,11 @@ OPTIONAL = {
     "progress": "seqserve/mapping.py",
 }
 SERVED = ["server", *OPTIONAL]
-# Imported by name, and guaranteed by the dependency that is built on them.
+# Imported by name, and guaranteed by the dependency that is built on them or called otherwise.
 COMES_WITH = {
     "annotated_types": "pydantic",
     "opentelemetry": "opentelemetry_sdk",
+    "iso639": "iso639_lang",
     "starlette": "fastapi",
 }
 
