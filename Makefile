@@ -9,6 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TGI_VENV := .venv-tgi
 MIN_PYTHON := (3, 11)
 
 # The first interpreter on the path that is new enough. Override with PYTHON=/path/to/python.
@@ -17,10 +18,10 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak bench check format clean
+.PHONY: help setup serve test test-browser soak bench check format clean tgi-client
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## Create .venv and install the project with its extras
 
@@ -42,12 +43,27 @@ serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 test: check ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
 
+# Only root can install a browser; whoever is not gets told the command.
+test-browser: setup ## The page in a real browser, and its pictures in docs/pictures
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[browser]"
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+		test "$$(id -u)" = 0 && apt-get update && apt-get install --yes --no-install-recommends chromium; } || { \
+		echo "the page's tests need chromium: sudo apt-get install chromium" >&2; exit 1; }
+	PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
+
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: setup ## Speed beside CTranslate2 and transformers: ARGS="--shape marian-base --batch 8"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.offline $(ARGS)
+
+tgi-client: $(TGI_VENV)/.installed ## Create .venv-tgi, where a test runs the client of text-generation-inference
+
+$(TGI_VENV)/.installed:
+	$(PYTHON) -m venv $(TGI_VENV)
+	$(TGI_VENV)/bin/python -m pip install --disable-pip-version-check "text-generation>=0.7,<1"
+	@touch $@
 
 check: setup ## Format, lint and type checks only
 	$(BIN)/ruff format --check .
@@ -59,5 +75,5 @@ format: setup ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff format .
 
 clean: ## Remove .venv, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TGI_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 Item = TypeVar("Item")
 
+BARE = ("shared.", "encoder.", "decoder.")
+"""What the names of a bare model begin with; all others are the head's."""
+
 
 class ModelError(ValueError):
     """A model directory that cannot be served, with the reason for a person."""
@@ -61,7 +64,8 @@ class Checkpoint:
     def under(self, prefix: str) -> Checkpoint:
         """The same tensors, named as in a whole model.
 
-        Files of a bare model (`BartModel`) lack what stands before all names but the head's.
+        Files of a bare model (`BartModel`) lack what stands before all names but the head's, which
+        some files hold beside it all the same.
 
         Args:
             prefix: a family's; empty where it has none.
@@ -69,8 +73,9 @@ class Checkpoint:
         bare = any(name.startswith("encoder.") for name in self.shapes)
         if not prefix or not bare or any(name.startswith(prefix) for name in self.shapes):
             return self
-        shapes = {prefix + name: shape for name, shape in self.shapes.items()}
-        return replace(self, shapes=shapes, read=lambda name: self.read(name.removeprefix(prefix)))
+        origins = {prefix + name if name.startswith(BARE) else name: name for name in self.shapes}
+        shapes = {name: self.shapes[origin] for name, origin in origins.items()}
+        return replace(self, shapes=shapes, read=lambda name: self.read(origins[name]))
 
 
 def _open_safetensors(path: Path) -> Checkpoint:

@@ -102,6 +102,9 @@ class Engine:
         model: what to run.
         config: limits.
         on_step: told of every step, from the engine's thread.
+
+    Attributes:
+        begun: what the last step took out of the queues, be it that memory put it back there.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Engine:
         self._searches: dict[Sequence, BeamSearch] = {}
         self._paused: dict[Sequence, BeamSearch] = {}  # of sequences that were put back
         self._put_back: list[Sequence] = []  # in this step
+        self.begun: tuple[Sequence | Forward, ...] = ()
         self._on_step = on_step
         self._steps = 0
         self._watch = Stopwatch(model.device)
@@ -165,6 +169,7 @@ class Engine:
         """Admit what fits, run one chunk of passes, then one decoder position for all live rows."""
         began = time.perf_counter()
         plan = self.scheduler.schedule()
+        self.begun = (*plan.joining, *plan.forwards)
         events: list[Event] = []
         self._watch.start()
         self._put_back = []

@@ -191,6 +191,10 @@ class Options:
         value = self._left.pop(name, None)
         return default if value is None else value
 
+    def denies(self, name: str) -> bool:
+        """Whether a key is there and null, where that says more than if it were absent."""
+        return name in self._left and self._left[name] is None
+
     def integer(self, name: str, default: int | None = None, least: int = 0) -> int:
         """Raises ModelError where the key is absent without a default, or too small."""
         value = self.take(name, default)
@@ -250,13 +254,17 @@ class Options:
             self._left.pop(name, None)
 
     def finish(self) -> None:
-        """Raises ModelError: a key is left that nobody took, or an option asks for something."""
+        """Raises ModelError: a key is left that nobody took, or an option asks for something.
+
+        A key of a release to come asks for nothing as long as it is null.
+        """
         for names in HARMLESS.values():
             self.ignore(names)
         for name, no_op in NO_OPS.items():
             self.only(name, no_op)
-        if self._left:
-            raise ModelError(f"{self.prefix}unknown keys: {', '.join(sorted(self._left))}")
+        unknown = sorted(name for name, value in self._left.items() if value is not None)
+        if unknown:
+            raise ModelError(f"{self.prefix}unknown keys: {', '.join(unknown)}")
 
     def _checked(self, name: str, value: Any, least: int) -> int:
         if not _is_int(value) or value < least:
@@ -320,6 +328,9 @@ def read_shape(options: Options) -> Shape:
         raise ModelError(
             f"activation_function must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         )
+    # Under the names of other architectures, some files say the same again.
+    options.only("hidden_size", sizes["d_model"])
+    options.only("num_attention_heads", sizes["encoder_attention_heads"])
     return Shape(
         **sizes,
         activation_function=activation,
@@ -334,6 +345,8 @@ def read_shape(options: Options) -> Shape:
 @dataclass(frozen=True)
 class SpecialTokens:
     """What a family's own configuration class takes where a `config.json` names no id.
+
+    Null is an answer to two of them: no `forced_eos_token_id`, and `bos` starts the decoder.
 
     Attributes:
         pad, bos, eos: `pad_token_id` and so on.
@@ -371,6 +384,9 @@ def read_spec(
         ModelError: a key of either file is not known or asks for what is not implemented.
     """
     size = vocab_sizes[1]
+    no_start = options.denies("decoder_start_token_id")
+    if options.denies("forced_eos_token_id"):
+        tokens = replace(tokens, forced_eos=None)
     pad = options.token("pad_token_id", min(vocab_sizes))
     ids = _ids(options, size)
     forced_bos = options.flag("force_bos_token_to_be_generated")
@@ -390,16 +406,15 @@ def read_spec(
         ids |= {name: id for name, id in _ids(own, size).items() if id is not None}
         defaults, new_tokens = read_defaults(own, size)
         own.finish()
+    starts = (tokens.start, ids["bos"], tokens.bos)
+    if no_start:
+        starts = (ids["bos"], tokens.bos, tokens.start)
     return ModelSpec(
         family=family,
         src_vocab_size=vocab_sizes[0],
         tgt_vocab_size=size,
         pad_id=_known("pad_token_id", min(vocab_sizes), pad, tokens.pad),
-        decoder_start_ids=(
-            _known(
-                "decoder_start_token_id", size, ids["start"], tokens.start, ids["bos"], tokens.bos
-            ),
-        ),
+        decoder_start_ids=(_known("decoder_start_token_id", size, ids["start"], *starts),),
         eos_id=_known("eos_token_id", size, ids["eos"], tokens.eos),
         unk_id=None,
         max_src=max_length,

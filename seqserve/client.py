@@ -4,7 +4,9 @@
 >>> client.generate("hello").generated_text  # doctest: +SKIP
 'HH EH L OW'
 
-What a call sends and how its answer is read stands in `seqserve.calls`.
+What a call sends and how its answer is read stands in `seqserve.calls`, when it is tried again in
+`seqserve.retries`. The clients differ in how they wait, and in nothing else: a test compares their
+signatures.
 
 Errors are those of `seqserve.errors`, with `status`, `param` and `request_id`.
 """
@@ -14,17 +16,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import httpx
 
+from seqserve import __version__
+from seqserve.arrays import ArrayKind, Attention, Logits, chosen_kind
 from seqserve.calls import (
-    Attention,
     AttentionOptions,
     Call,
-    Logits,
     LogitsOptions,
     Many,
     NextOptions,
@@ -32,93 +41,130 @@ from seqserve.calls import (
     Options,
     Parameters,
     SpokenOptions,
-    StreamReader,
     T,
     TextOptions,
+    Timed,
     TokenizeOptions,
     attention_call,
     detokenize_call,
-    error_of,
     generate_call,
     info_call,
     logits_call,
     next_call,
     ready_call,
     score_call,
-    seconds_of,
     stream_call,
     tokenize_call,
 )
-from seqserve.errors import NoConnectionError, SeqserveError
+from seqserve.errors import SeqserveError, VersionError
+from seqserve.failures import check_version, failure_of
+from seqserve.mapping import A, OnError, Progress, R, map_tasks, map_threads
+from seqserve.retries import Tries
 from seqserve.schemas import (
     DetokenizeResponse,
     GenerateResponse,
     InfoResponse,
+    ModelInfo,
     NextResponse,
     ScoreResponse,
     StreamEvent,
     TokenizeResponse,
 )
+from seqserve.streams import AsyncStream, Stream, StreamReader
 
-RETRIED = (429, 503)
-DEFAULT_WAIT = 1.0
-"""Seconds before another try, where the server does not say how long."""
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT = 60.0
+DEFAULT_RETRIES = 2
+MAX_CONNECTIONS = 100
 
-LONGEST_WAIT = 30.0
-"""Seconds; a server that asks for a longer pause gets this one."""
+KEEP_ALIVE = 4.0
+"""Seconds that an idle connection is kept: the server closes it after 5."""
 
 
-def _credentials(api_key: str | None) -> dict[str, str]:
+class _Caller:
+    """What both clients know.
+
+    Attributes:
+        model, timeout, retries: see `Client`.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        timeout: float | None,
+        retries: int,
+        arrays: ArrayKind | None,
+    ) -> None:
+        Tries(retries, timeout)  # refuses what is out of range, here rather than at the first call
+        self.model = model
+        self.timeout = timeout
+        self.retries = retries
+        self._arrays = chosen_kind(arrays)
+
+    def _tries(self, call: Call[Any], retries: int | None = None) -> Tries:
+        return Tries(
+            self.retries if retries is None else retries,
+            self.timeout if call.timeout is None else call.timeout,
+        )
+
+
+def _address(base_url: str | None) -> str:
+    return base_url or os.environ.get("SEQSERVE_URL") or DEFAULT_URL
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
     """The headers that say who asks."""
+    agent = {"user-agent": f"seqserve/{__version__}"}
     key = os.environ.get("SEQSERVE_API_KEY", "") if api_key is None else api_key
-    return {"authorization": f"Bearer {key}"} if key else {}
+    return agent | {"authorization": f"Bearer {key}"} if key else agent
 
 
-def _no_connection(error: httpx.HTTPError) -> NoConnectionError:
-    return NoConnectionError(str(error) or type(error).__name__)
-
-
-def _still_worth_it(response: httpx.Response, tries_left: int) -> int:
-    """One try less; or the error, where another try is of no use or none is left."""
-    if response.status_code in RETRIED and tries_left:
-        return tries_left - 1
-    raise error_of(response)
-
-
-def _pause(response: httpx.Response) -> float:
-    wait = seconds_of(response.headers.get("retry-after"))
-    return min(DEFAULT_WAIT if wait is None else wait, LONGEST_WAIT)
+def _limits(max_connections: int) -> httpx.Limits:
+    """A pool that keeps every connection for as long as that is of use."""
+    return httpx.Limits(
+        max_connections=max_connections,
+        max_keepalive_connections=max_connections,
+        keepalive_expiry=KEEP_ALIVE,
+    )
 
 
 # --- clients -------------------------------------------------------------------------------------
 
 
-class Client:
-    """A connection to a server. Use it as a context manager, or call `close`.
+class Client(_Caller):
+    """A connection to a server, for any number of threads. A context manager; or call `close`.
 
     Args:
-        base_url: of the server.
+        base_url: of the server; None takes the variable `SEQSERVE_URL`, or `DEFAULT_URL`.
         model: name of the model to ask where a call names none.
         api_key: sent with every request; None takes the variable `SEQSERVE_API_KEY`, if it is set.
-        timeout: seconds to wait for an answer.
-        retries: how often a call is repeated when the server is full or not ready (429, 503).
-        http: what sends the requests, with its own address, timeout and headers; None makes one.
+        timeout: seconds for a call, its other tries and the pauses between them included, where the
+            call names none. The server is told, and stops then too. None: the server's default.
+        retries: how often a call is tried again, see `seqserve.retries`.
+        max_connections: that are open at once; further calls wait for one.
+        arrays: what logits and attention come as. None: numpy arrays where numpy is installed, else
+            lists.
+        http: what sends the requests, with its own address, headers and pool; None makes one.
+
+    Raises:
+        ValueError: an argument is out of range, or what `arrays` names is not installed.
     """
 
     def __init__(
         self,
-        base_url: str = "http://127.0.0.1:8000",
+        base_url: str | None = None,
         *,
         model: str | None = None,
         api_key: str | None = None,
-        timeout: float = 60.0,
-        retries: int = 2,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        retries: int = DEFAULT_RETRIES,
+        max_connections: int = MAX_CONNECTIONS,
+        arrays: ArrayKind | None = None,
         http: httpx.Client | None = None,
     ) -> None:
-        self.model = model
-        self.retries = retries
+        super().__init__(model, timeout, retries, arrays)
         self._http = http or httpx.Client(
-            base_url=base_url, timeout=timeout, headers=_credentials(api_key)
+            base_url=_address(base_url), headers=_headers(api_key), limits=_limits(max_connections)
         )
 
     @overload
@@ -138,32 +184,42 @@ class Client:
 
     def stream(
         self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
-    ) -> Generator[StreamEvent, None, None]:
+    ) -> Stream:
         """Continue one input, token by token.
 
-        Closing the iterator, or leaving a loop over it for good, ends the generation.
+        Use it as a context manager: leaving the block ends the generation. So does `close`, and
+        leaving a loop over a stream that nothing else holds.
 
         Raises:
             SeqserveError: the server refused or failed, or broke off, also in the middle.
         """
-        call = stream_call(inputs, parameters, options)
-        left = self.retries
+        return Stream(self._events(stream_call(inputs, parameters, options)))
+
+    def _events(self, call: Call[Any]) -> Generator[StreamEvent, None, None]:
+        tries = self._tries(call)
         while True:
+            reader = StreamReader()
             try:
                 with self._http.stream(
-                    call.method, call.path, json=call.body_for(self.model)
+                    call.method,
+                    call.path,
+                    json=call.body_for(self.model),
+                    headers=tries.headers(),
+                    timeout=tries.timeout(),
                 ) as response:
                     if response.is_success:
-                        reader = StreamReader()
+                        check_version(response)
                         for piece in response.iter_bytes():
                             yield from reader.push(piece)
                         reader.check_complete()
                         return
                     response.read()
+                pause = tries.pause_after_answer(response)
             except httpx.HTTPError as error:
-                raise _no_connection(error) from error
-            left = _still_worth_it(response, left)
-            time.sleep(_pause(response))
+                if reader.began:
+                    raise failure_of(error, tries.request_id) from error
+                pause = tries.pause_after_failure(error)
+            time.sleep(pause)
 
     @overload
     def logits(
@@ -179,7 +235,7 @@ class Client:
     ) -> list[Logits]: ...
     def logits(self, inputs: Any, targets: Any = None, **options: Unpack[LogitsOptions]) -> Any:
         """Teacher-forced logits; targets pair up with inputs, or are several for one input."""
-        return self.send(logits_call(inputs, targets, options))
+        return self.send(logits_call(inputs, targets, options, self._arrays))
 
     @overload
     def next(
@@ -229,7 +285,7 @@ class Client:
         self, inputs: Any, targets: Any = None, **options: Unpack[AttentionOptions]
     ) -> Any:
         """Attention weights of all layers and heads, for given targets."""
-        return self.send(attention_call(inputs, targets, options))
+        return self.send(attention_call(inputs, targets, options, self._arrays))
 
     @overload
     def tokenize(self, inputs: str, **options: Unpack[TokenizeOptions]) -> TokenizeResponse: ...
@@ -253,35 +309,99 @@ class Client:
         """Texts of token ids."""
         return self.send(detokenize_call(input_ids, options))
 
-    def info(self) -> InfoResponse:
+    def info(self, **options: Unpack[Timed]) -> InfoResponse:
         """The server, its limits and its models."""
-        return self.send(info_call())
+        return self.send(info_call(options))
 
-    def ready(self) -> bool:
-        """Whether a model can answer; False also where no server can be reached."""
+    def models(self, **options: Unpack[Timed]) -> list[ModelInfo]:
+        """The server's models; the first one answers calls that name none."""
+        return self.info(**options).models
+
+    def ready(self, **options: Unpack[Timed]) -> bool:
+        """Whether a model can answer; False also where no server can be reached.
+
+        Raises:
+            VersionError: there is a server, but this client cannot talk to it.
+        """
         try:
-            return self.send(ready_call(), retries=0)
+            return self.send(ready_call(options), retries=0)
+        except VersionError:
+            raise
         except SeqserveError:
             return False
 
+    @overload
+    def map(
+        self,
+        function: Callable[[A], R],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: Literal["raise"] = "raise",
+        progress: Progress = False,
+    ) -> Generator[R, None, None]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A], R],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: Literal["return"],
+        progress: Progress = False,
+    ) -> Generator[R | SeqserveError, None, None]: ...
+    def map(
+        self,
+        function: Callable[[A], R],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: OnError = "raise",
+        progress: Progress = False,
+    ) -> Generator[Any, None, None]:
+        """Call a method of this client for each input, several at a time.
+
+        The answers come in the order of the inputs, each as soon as those before it have come.
+        Inputs are taken as they are needed, so that a file of any length can be read through it.
+        Closing the iterator calls no more, and waits for the calls that run.
+
+        Args:
+            function: called in a thread, with one input.
+            inputs: any iterable; a list of them tells `progress` how many there are.
+            concurrency: calls that run at once, at most.
+            errors: `raise` a failed call's error in its place and end, or `return` it as an answer.
+            progress: True for a bar (needs tqdm), or what is called with (done, total) after each
+                answer; total is None for inputs without a length.
+
+        Raises:
+            SeqserveError: a call failed.
+            ValueError: an argument is out of range, or there is no tqdm.
+        """
+        return map_threads(function, inputs, concurrency, errors, progress)
+
     def send(self, call: Call[T], retries: int | None = None) -> T:
-        """Send a call; again after a pause if the server is full or not ready.
+        """Send a call; again after a pause where that can help, see `seqserve.retries`.
 
         Raises:
             SeqserveError: the server refused or failed, or could not be reached.
         """
-        left = self.retries if retries is None else retries
+        tries = self._tries(call, retries)
         while True:
             try:
                 response = self._http.request(
-                    call.method, call.path, json=call.body_for(self.model)
+                    call.method,
+                    call.path,
+                    json=call.body_for(self.model),
+                    headers=tries.headers(),
+                    timeout=tries.timeout(),
                 )
             except httpx.HTTPError as error:
-                raise _no_connection(error) from error
-            if response.is_success:
-                return call.parse(response)
-            left = _still_worth_it(response, left)
-            time.sleep(_pause(response))
+                pause = tries.pause_after_failure(error)
+            else:
+                if response.is_success:
+                    return call.read(response)
+                pause = tries.pause_after_answer(response)
+            time.sleep(pause)
 
     def close(self) -> None:
         """Close the connections."""
@@ -299,23 +419,24 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Caller):
     """`Client` for asyncio: the same methods, to be awaited."""
 
     def __init__(
         self,
-        base_url: str = "http://127.0.0.1:8000",
+        base_url: str | None = None,
         *,
         model: str | None = None,
         api_key: str | None = None,
-        timeout: float = 60.0,
-        retries: int = 2,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        retries: int = DEFAULT_RETRIES,
+        max_connections: int = MAX_CONNECTIONS,
+        arrays: ArrayKind | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        self.model = model
-        self.retries = retries
+        super().__init__(model, timeout, retries, arrays)
         self._http = http or httpx.AsyncClient(
-            base_url=base_url, timeout=timeout, headers=_credentials(api_key)
+            base_url=_address(base_url), headers=_headers(api_key), limits=_limits(max_connections)
         )
 
     @overload
@@ -335,36 +456,45 @@ class AsyncClient:
         """Continue each input; `parameters` for all of them, or a list with one for each."""
         return await self.send(generate_call(inputs, parameters, options))
 
-    async def stream(
+    def stream(
         self, inputs: One, parameters: Parameters | None = None, **options: Unpack[Options]
-    ) -> AsyncGenerator[StreamEvent, None]:
+    ) -> AsyncStream:
         """Continue one input, token by token.
 
-        Closing the iterator (`contextlib.aclosing`) ends the generation. Leaving a loop over it
-        does so too, but only when Python collects the iterator.
+        Use it as a context manager (`async with`): leaving the block ends the generation. So does
+        `aclose`. Leaving a loop does so only when Python collects the stream.
 
         Raises:
             SeqserveError: the server refused or failed, or broke off, also in the middle.
         """
-        call = stream_call(inputs, parameters, options)
-        left = self.retries
+        return AsyncStream(self._events(stream_call(inputs, parameters, options)))
+
+    async def _events(self, call: Call[Any]) -> AsyncGenerator[StreamEvent, None]:
+        tries = self._tries(call)
         while True:
+            reader = StreamReader()
             try:
                 async with self._http.stream(
-                    call.method, call.path, json=call.body_for(self.model)
+                    call.method,
+                    call.path,
+                    json=call.body_for(self.model),
+                    headers=tries.headers(),
+                    timeout=tries.timeout(),
                 ) as response:
                     if response.is_success:
-                        reader = StreamReader()
+                        check_version(response)
                         async for piece in response.aiter_bytes():
                             for event in reader.push(piece):
                                 yield event
                         reader.check_complete()
                         return
                     await response.aread()
+                pause = tries.pause_after_answer(response)
             except httpx.HTTPError as error:
-                raise _no_connection(error) from error
-            left = _still_worth_it(response, left)
-            await asyncio.sleep(_pause(response))
+                if reader.began:
+                    raise failure_of(error, tries.request_id) from error
+                pause = tries.pause_after_failure(error)
+            await asyncio.sleep(pause)
 
     @overload
     async def logits(
@@ -382,7 +512,7 @@ class AsyncClient:
         self, inputs: Any, targets: Any = None, **options: Unpack[LogitsOptions]
     ) -> Any:
         """Teacher-forced logits; targets pair up with inputs, or are several for one input."""
-        return await self.send(logits_call(inputs, targets, options))
+        return await self.send(logits_call(inputs, targets, options, self._arrays))
 
     @overload
     async def next(
@@ -436,7 +566,7 @@ class AsyncClient:
         self, inputs: Any, targets: Any = None, **options: Unpack[AttentionOptions]
     ) -> Any:
         """Attention weights of all layers and heads, for given targets."""
-        return await self.send(attention_call(inputs, targets, options))
+        return await self.send(attention_call(inputs, targets, options, self._arrays))
 
     @overload
     async def tokenize(
@@ -462,35 +592,99 @@ class AsyncClient:
         """Texts of token ids."""
         return await self.send(detokenize_call(input_ids, options))
 
-    async def info(self) -> InfoResponse:
+    async def info(self, **options: Unpack[Timed]) -> InfoResponse:
         """The server, its limits and its models."""
-        return await self.send(info_call())
+        return await self.send(info_call(options))
 
-    async def ready(self) -> bool:
-        """Whether a model can answer; False also where no server can be reached."""
+    async def models(self, **options: Unpack[Timed]) -> list[ModelInfo]:
+        """The server's models; the first one answers calls that name none."""
+        return (await self.info(**options)).models
+
+    async def ready(self, **options: Unpack[Timed]) -> bool:
+        """Whether a model can answer; False also where no server can be reached.
+
+        Raises:
+            VersionError: there is a server, but this client cannot talk to it.
+        """
         try:
-            return await self.send(ready_call(), retries=0)
+            return await self.send(ready_call(options), retries=0)
+        except VersionError:
+            raise
         except SeqserveError:
             return False
 
+    @overload
+    def map(
+        self,
+        function: Callable[[A], Awaitable[R]],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: Literal["raise"] = "raise",
+        progress: Progress = False,
+    ) -> AsyncGenerator[R, None]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A], Awaitable[R]],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: Literal["return"],
+        progress: Progress = False,
+    ) -> AsyncGenerator[R | SeqserveError, None]: ...
+    def map(
+        self,
+        function: Callable[[A], Awaitable[R]],
+        inputs: Iterable[A],
+        *,
+        concurrency: int = 8,
+        errors: OnError = "raise",
+        progress: Progress = False,
+    ) -> AsyncGenerator[Any, None]:
+        """Call a method of this client for each input, several at a time.
+
+        The answers come in the order of the inputs, each as soon as those before it have come.
+        Inputs are taken as they are needed, so that a file of any length can be read through it.
+        Closing the iterator (`contextlib.aclosing`) cancels the calls that run.
+
+        Args:
+            function: called with one input, and awaited.
+            inputs: any iterable; a list of them tells `progress` how many there are.
+            concurrency: calls that run at once, at most.
+            errors: `raise` a failed call's error in its place and end, or `return` it as an answer.
+            progress: True for a bar (needs tqdm), or what is called with (done, total) after each
+                answer; total is None for inputs without a length.
+
+        Raises:
+            SeqserveError: a call failed.
+            ValueError: an argument is out of range, or there is no tqdm.
+        """
+        return map_tasks(function, inputs, concurrency, errors, progress)
+
     async def send(self, call: Call[T], retries: int | None = None) -> T:
-        """Send a call; again after a pause if the server is full or not ready.
+        """Send a call; again after a pause where that can help, see `seqserve.retries`.
 
         Raises:
             SeqserveError: the server refused or failed, or could not be reached.
         """
-        left = self.retries if retries is None else retries
+        tries = self._tries(call, retries)
         while True:
             try:
                 response = await self._http.request(
-                    call.method, call.path, json=call.body_for(self.model)
+                    call.method,
+                    call.path,
+                    json=call.body_for(self.model),
+                    headers=tries.headers(),
+                    timeout=tries.timeout(),
                 )
             except httpx.HTTPError as error:
-                raise _no_connection(error) from error
-            if response.is_success:
-                return call.parse(response)
-            left = _still_worth_it(response, left)
-            await asyncio.sleep(_pause(response))
+                pause = tries.pause_after_failure(error)
+            else:
+                if response.is_success:
+                    return call.read(response)
+                pause = tries.pause_after_answer(response)
+            await asyncio.sleep(pause)
 
     async def close(self) -> None:
         """Close the connections."""

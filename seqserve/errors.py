@@ -14,7 +14,7 @@ class SeqserveError(Exception):
     Args:
         message: for a person; names the field and the value received.
         param: the field at fault, as a path such as `parameters.top_p` or `inputs[3]`.
-        status: HTTP status, where it is not the kind's usual one.
+        status: HTTP status, where it is not the kind's usual one; 0 where no answer came (SDK).
         request_id: of the failed request, where known (SDK).
         retry_after: seconds to wait before another try, where the server said so.
     """
@@ -103,7 +103,7 @@ class UnavailableError(SeqserveError):
 
 
 class DeadlineError(SeqserveError):
-    """The request's time was up; its rows are freed."""
+    """The request's time was up; its rows are freed. Status 0: no answer came in time (SDK)."""
 
     error_type = "deadline"
     usual_status = 504
@@ -113,6 +113,13 @@ class NoConnectionError(SeqserveError):
     """The server could not be reached, or broke off (SDK)."""
 
     error_type = "connection"
+    usual_status = 0
+
+
+class VersionError(SeqserveError):
+    """The server is of another major version than the client (SDK)."""
+
+    error_type = "version"
     usual_status = 0
 
 
@@ -131,5 +138,6 @@ ERRORS: dict[str, type[SeqserveError]] = {
         UnavailableError,
         DeadlineError,
         NoConnectionError,
+        VersionError,
     )
 }

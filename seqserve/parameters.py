@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 MAX_SEED = 2**53 - 1
 """Seeds are exact in every JSON reader, JavaScript's included."""
 
+MAX_STOPS = 16
+"""Stop strings of a request."""
+
 ONE, MANY = "<one>", "<many>"
 """Tags of unions of a value and a list, dropped from error messages; no field can be called so."""
 
@@ -194,7 +197,7 @@ class GenerationParameters(Strict):
     )
     stop: list[Annotated[str, Field(min_length=1, max_length=1000)]] | None = Field(
         None,
-        max_length=16,
+        max_length=MAX_STOPS,
         description="Texts that end the generation; they are matched across token boundaries and "
         "cut off the text. No-op: [].",
     )

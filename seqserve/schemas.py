@@ -440,6 +440,9 @@ class Details(Answer):
     inference_time: float | None = Field(
         None, description="In a stream: milliseconds in the engine."
     )
+    input_length: int | None = Field(
+        None, description="In a stream: `input_tokens`, for clients of text-generation-inference."
+    )
 
 
 class Generated(Answer):
@@ -671,7 +674,27 @@ class Limits(Answer):
     default_timeout: float
 
 
-class InfoResponse(Answer):
+class EndpointInfo(Answer):
+    """What clients of text-generation-inference read of the first model."""
+
+    model_id: str | None = Field(None, description="Its name.")
+    model_sha: str | None = Field(None, description="Always null.")
+    model_dtype: str | None = Field(None, description="Absent, as below, until it is loaded.")
+    model_device_type: str | None = None
+    model_pipeline_tag: str | None = None
+    max_concurrent_requests: int | None = Field(None, description="`limits.max_queue`.")
+    max_best_of: int | None = Field(None, description="`limits.max_return_sequences`.")
+    max_stop_sequences: int | None = None
+    max_input_tokens: int | None = Field(None, description="Its `max_source_tokens`.")
+    max_total_tokens: int | None = Field(None, description="Source and target together.")
+    max_client_batch_size: int | None = Field(None, description="`limits.max_inputs`.")
+    validation_workers: int | None = None
+    router: str | None = None
+    sha: str | None = Field(None, description="Always null, as is `docker_label`.")
+    docker_label: str | None = None
+
+
+class InfoResponse(EndpointInfo):
     """The server and its models; the first one answers requests that name none."""
 
     version: str

@@ -22,7 +22,7 @@ from service.logs import log_request
 from service.metrics import Metrics
 from service.middleware import Frame, Gate, is_open
 from service.observation import Listener, Observed
-from service.routes import generate, inspect, operations
+from service.routes import generate, inspect, libretranslate, openai, operations, page, tgi
 from service.served import Models
 from service.settings import Settings
 from service.tracing import RequestTracer
@@ -56,8 +56,12 @@ RESPONSE_HEADERS = [
     "x-prompt-tokens",
     "x-queue-time",
     "x-request-id",
+    "x-seqserve-version",
 ]
 """What such a page may read of an answer."""
+
+DIALECTS = (openai.DIALECT, tgi.DIALECT, libretranslate.DIALECT)
+"""Of the routes that answer errors as other APIs do."""
 
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -120,8 +124,11 @@ def create_app(
         listeners.insert(0, tracer)  # the log names the trace
     app.state.models = host
     app.state.settings = settings
+    app.state.keys = keys
     app.state.metrics = metrics
-    routers = [routes.router for routes in (generate, inspect, operations)]
+    app.state.listeners = listeners
+    ours = (generate, inspect, operations, page)
+    routers = [routes.router for routes in (*ours, openai, tgi, libretranslate)]
     # The last one added is the outermost.
     app.add_middleware(
         Gate,
@@ -137,7 +144,7 @@ def create_app(
             allow_headers=REQUEST_HEADERS,
             expose_headers=RESPONSE_HEADERS,
         )
-    app.add_middleware(Frame, root_path=settings.root_path)
+    app.add_middleware(Frame, root_path=settings.root_path, dialects=DIALECTS)
     app.add_middleware(
         Observed,
         on_start=metrics.begin,
@@ -149,6 +156,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     app.mount("/docs", StaticFiles(directory=SWAGGER_UI))
+    app.mount("/page", page.PageFiles())
     if keys:
         _declare_keys(app)
     return app
@@ -162,8 +170,8 @@ def _declare_keys(app: FastAPI) -> None:
         found = document()
         found["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, methods in found["paths"].items():
-            if not is_open(path):
-                for operation in methods.values():
+            for method, operation in methods.items():
+                if not is_open(method.upper(), path):
                     operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
         return found
 

@@ -45,7 +45,7 @@ app = typer.Typer(
 SERVING = options_of(
     Settings,
     env_prefix="SEQSERVE_",
-    flags={"models": "--model", "cors_origins": "--cors-origin"},
+    flags={"models": "--model", "pairs": "--pair", "cors_origins": "--cors-origin"},
 )
 LOADING = options_of(
     Settings,
@@ -102,6 +102,7 @@ def serve(**options: Any) -> None:
     settings = _settings(options)
     try:
         locations = settings.locations
+        settings.pairs_of(locations)
         read_keys(settings)  # again with the application; but wrong ones show at once
     except ValueError as error:
         _fail(str(error))
@@ -130,7 +131,7 @@ def serve(**options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> Settings:
     values = given(options)
-    for name in ("models", "cors_origins"):
+    for name in ("models", "pairs", "cors_origins"):
         if name in values:
             values[name] = tuple(values[name])
     try:

@@ -1,10 +1,12 @@
-"""Every error leaves in one envelope."""
+"""Every error leaves in one envelope; routes that speak another API's language have that API's."""
 
 from __future__ import annotations
 
-import logging
-import traceback
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -23,8 +25,6 @@ from seqserve.schemas import ErrorResponse
 from service.observation import record_of
 from service.validation import cut, describe
 
-logger = logging.getLogger(__name__)
-
 DESCRIPTIONS: dict[int, str] = {
     400: "The body is not valid JSON.",
     401: "API keys are set, and none or a wrong one came.",
@@ -39,8 +39,6 @@ DESCRIPTIONS: dict[int, str] = {
     504: "The request's timeout passed.",
 }
 """HTTP status -> what it means, for the OpenAPI document."""
-
-OWN_PACKAGES = ("model", "seqserve", "service")
 
 OF_A_BODY = (400, 401, 404, 408, 413, 415, 422, 503)
 """What any route with a body may answer."""
@@ -61,8 +59,10 @@ class ErrorAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, error: SeqserveError, body: bytes, headers: dict[str, str]) -> None:
-        super().__init__(body, error.status, headers)
+    def __init__(
+        self, error: SeqserveError, body: bytes, status: int, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(body, status, headers)
         self.error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,30 +80,68 @@ def envelope_of(error: SeqserveError, request_id: str | None) -> dict[str, Any]:
     }
 
 
-def envelope(error: SeqserveError, request_id: str | None) -> Response:
+@dataclass(frozen=True)
+class Dialect:
+    """How the routes of one API tell of errors.
+
+    Attributes:
+        speaks: whether a request, by its method and path, is meant for that API.
+        body: an error, and the id of its request, as a JSON object.
+        status: of an error's answer.
+        headers: of an error's answer, beside those of all.
+    """
+
+    speaks: Callable[[str, str], bool]
+    body: Callable[[SeqserveError, str | None], dict[str, Any]]
+    status: Callable[[SeqserveError], int]
+    headers: Callable[[SeqserveError], dict[str, str]] = lambda error: {}
+
+
+OURS = Dialect(lambda method, path: True, envelope_of, lambda error: error.status)
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """The dialect of the API that a request is meant for."""
+    return cast("Dialect", scope["state"]["dialect"])
+
+
+def spoken(error: SeqserveError, scope: Scope) -> dict[str, Any]:
+    """An error as the JSON object that its request's API has for errors."""
+    return dialect_of(scope).body(error, scope["state"]["request_id"])
+
+
+def envelope(error: SeqserveError, scope: Scope) -> Response:
     """An error as an HTTP answer."""
-    body = envelope_of(error, request_id)
-    headers = {}
+    dialect = dialect_of(scope)
+    headers = dialect.headers(error)
     if error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return ErrorAnswer(error, orjson.dumps(body), headers)
+    body = orjson.dumps(spoken(error, scope))
+    return ErrorAnswer(error, body, dialect.status(error), headers)
 
 
-def place_of(error: BaseException) -> str:
-    """Kind and place of an error: `KeyError in service.planning.plan:87 < ...`, innermost first.
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Have refusals call fields as the request did that ours was made from.
 
-    Neither its message, which may hold a caller's text, nor the paths of files. Of frames in other
-    packages only the innermost is named.
+    Args:
+        names: expression for our name of a field -> the caller's; the values that messages show
+            are left alone.
+
+    Raises:
+        InvalidRequestError: the one that was raised, with the caller's names.
     """
-    frames = [
-        (frame.f_globals.get("__name__", "?"), frame.f_code.co_name, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    told = [f for f in frames[:-1] if f[0].split(".")[0] in OWN_PACKAGES] + frames[-1:]
-    places = [f"{module}.{function}:{line}" for module, function, line in reversed(told)]
-    return f"{type(error).__name__} in {' < '.join(places) or 'no frame'}"
+    try:
+        yield
+    except InvalidRequestError as error:
+        said, got, value = error.message.partition(", got ")
+        param = error.param
+        for ours, theirs in names.items():
+            said = re.sub(ours, theirs, said)
+            param = re.sub(ours, theirs, param) if param else param
+        raise InvalidRequestError(said + got + value, param, status=error.status) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -111,15 +149,15 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(SeqserveError)
     async def known(request: Request, error: SeqserveError) -> Response:
-        return envelope(error, request.state.request_id)
+        return envelope(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return envelope(_from_validation(error), request.state.request_id)
+        return envelope(_from_validation(error), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        answer = envelope(_from_http(request, error), request.state.request_id)
+        answer = envelope(_from_http(request, error), request.scope)
         answer.headers.update(error.headers or {})
         return answer
 

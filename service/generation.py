@@ -29,6 +29,9 @@ from service.spelling import Spelled, Speller
 from service.tasks import prefixed, task_of
 from service.vocabulary import Vocabulary, read_sources
 
+LANGUAGE_FRAME = 2
+"""Tokens that a language puts around a source text, at most."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -91,6 +94,20 @@ class Generator:
             planner.under(tasks[i]).plan(sources[i], parameters[i], request.parameters_place(i))
             for i in indices
         ]
+
+    def source_lengths(self, texts: Sequence[str], task: str | None) -> list[int]:
+        """How many tokens each of some source texts has, with what is put around it.
+
+        Args:
+            task: as requests name it.
+
+        Raises:
+            InvalidRequestError: there is no such task, or no tokenizer.
+        """
+        asked = task_of(self.spec, task, "task")
+        encoded = self.source.encode_bare([prefixed(asked, text) for text in texts], "inputs")
+        frame = LANGUAGE_FRAME if self.languages else len(self.source.frame)
+        return [len(ids) + frame for ids in encoded]
 
     def answer(self, plan: Plan, events: Mapping[Row, Sequence[TokenEvent]]) -> GenerateResponse:
         """What became of a plan.

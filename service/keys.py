@@ -46,6 +46,23 @@ class ApiKeys:
         if not sum(self._known(key) for key in given):
             raise UnauthorizedError("the API key is not one of this server's")
 
+    def sent(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has a key, right or wrong, where one belongs."""
+        return bool(_given(headers))
+
+    def check_key(self, key: str | None) -> None:
+        """Return if a request with this key in its body may be answered.
+
+        Raises:
+            UnauthorizedError: it is none, or a wrong one.
+        """
+        if not self._digests:
+            return
+        if not key:
+            raise UnauthorizedError("an API key is needed: send it as api_key")
+        if not self._known(key):
+            raise UnauthorizedError("the API key is not one of this server's")
+
     def _known(self, key: str) -> bool:
         """Takes as long for any key: all are compared, in full, whatever the first ones give."""
         digest = _digest(key)

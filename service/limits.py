@@ -14,9 +14,9 @@ from model.loader import LoadedModel
 from seqserve.errors import InvalidRequestError
 from service.settings import Settings
 
-TEXTS = ("inputs", "targets", "target_prefix")
-ID_LISTS = ("input_ids", "target_ids", "target_prefix_ids")
-FOR_EACH = (*TEXTS, *ID_LISTS, "parameters", "src_lang", "tgt_lang")
+TEXTS = ("inputs", "prompt", "q", "targets", "target_prefix")
+ID_LISTS = ("input_ids", "prompt", "target_ids", "target_prefix_ids")
+FOR_EACH = (*dict.fromkeys((*TEXTS, *ID_LISTS)), "parameters", "src_lang", "tgt_lang")
 """Fields that may have an entry for each input or answer."""
 
 
@@ -42,7 +42,8 @@ def check_body(body: Any, settings: Settings) -> None:
 def _check_count(name: str, value: Any, limit: int) -> None:
     if not isinstance(value, list) or len(value) <= limit:
         return
-    if name in ID_LISTS and not isinstance(value[0], list):
+    several = list | str if name in TEXTS else list
+    if name in ID_LISTS and not isinstance(value[0], several):
         return  # one input, whose length the model limits
     raise InvalidRequestError(
         f"{name} has {len(value)} entries, at most {limit} are allowed (max_inputs)", name
@@ -55,7 +56,15 @@ def _texts(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _strings(name, body.get(name))
     for place, value in _entries("parameters", body.get("parameters")):
         if isinstance(value, dict):
-            yield from _strings(f"{place}.target_prefix", value.get("target_prefix"))
+            yield from _prefixes(place, value)
+
+
+def _prefixes(place: str, parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from _strings(f"{place}.target_prefix", parameters.get("target_prefix"))
+    further = parameters.get("generate_parameters")
+    if isinstance(further, dict):
+        name = f"{place}.generate_parameters.target_prefix"
+        yield from _strings(name, further.get("target_prefix"))
 
 
 def _strings(place: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -10,27 +10,38 @@ import asyncio
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from seqserve import __version__
 from seqserve.errors import (
     InvalidRequestError,
     SeqserveError,
     TooLargeError,
     UnavailableError,
 )
-from service.errors import envelope, place_of
+from service.errors import OURS, Dialect, envelope
 from service.keys import ApiKeys
+from service.places import place_of
 
 logger = logging.getLogger(__name__)
 
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Request ids taken over from a caller: printable ASCII, short. Others are replaced."""
 
-OPEN = frozenset({"/", "/docs", "/health", "/metrics", "/openapi.json", "/ready"})
-"""Paths that need no API key: probes, and pages that are the same on every server. A browser that
-opens a page could not send one."""
+OPEN = frozenset(
+    {"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready"}
+    | {"/frontend/settings", "/languages"}
+)
+"""Paths that need no API key, beside the files of pages: probes; pages that are the same on every
+server, as a browser that opens one could not send any; what LibreTranslate's clients ask without
+one."""
+
+KEY_IN_BODY = frozenset({"/detect", "/translate"})
+"""Paths whose requests may have their API key in the body, as LibreTranslate's clients send it; the
+routes check it there."""
 
 PAGE_HEADERS = {
     "content-security-policy": (
@@ -47,13 +58,16 @@ class Frame:
     """Outermost middleware.
 
     - Every response has `x-request-id`: the caller's own if it is sane, else a fresh one.
+    - Every response has `x-seqserve-version`: a client can tell what it talks to.
     - Every response has `x-content-type-options: nosniff`, and pages have `PAGE_HEADERS`.
     - `root_path` holds, whether or not the proxy in front takes it off the path.
+    - Errors leave in the dialect of the API that the path belongs to.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, root_path: str, dialects: Sequence[Dialect]) -> None:
         self.app = app
         self.root_path = root_path
+        self.dialects = (*dialects, OURS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,11 +76,14 @@ class Frame:
         request_id = _request_id(Headers(scope=scope))
         scope.setdefault("state", {})["request_id"] = request_id
         _publish(scope, self.root_path)
+        method, path = scope["method"], _route_path(scope)
+        scope["state"]["dialect"] = next(d for d in self.dialects if d.speaks(method, path))
 
         async def send_framed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                headers["x-seqserve-version"] = __version__
                 headers["x-content-type-options"] = "nosniff"
                 if headers.get("content-type", "").startswith("text/html"):
                     headers.update(PAGE_HEADERS)
@@ -78,7 +95,8 @@ class Frame:
 class Gate:
     """Innermost middleware: what comes in, and what goes out when a handler fails.
 
-    - Where there are API keys, a request without one is refused before its body is read.
+    - Where there are API keys, a request without one is refused before its body is read, but for
+      those that may have it there.
     - So is a body over the limit; one that comes in chunks, as soon as it is over; one that does
       not come, when its time is over.
     - What no handler caught becomes a plain 500 in the envelope; the log names its place, and has
@@ -110,11 +128,13 @@ class Gate:
         except (Exception, asyncio.CancelledError) as error:
             if started:
                 raise
-            await _failure(error, scope["state"]["request_id"])(scope, receive, send)
+            await _failure(error, scope)(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if not is_open(_route_path(scope)):
+        path = _route_path(scope)
+        later = path in KEY_IN_BODY and scope["method"] == "POST" and not self.keys.sent(headers)
+        if not later and not is_open(scope["method"], path):
             self.keys.check(headers)
         if scope["method"] == "POST":
             _check_encoding(headers)
@@ -151,14 +171,15 @@ class Gate:
             )
 
 
-def _failure(error: BaseException, request_id: str) -> ASGIApp:
+def _failure(error: BaseException, scope: Scope) -> ASGIApp:
     if isinstance(error, asyncio.CancelledError):  # the server ends and waits no longer
         error = UnavailableError("the server is shutting down")
     if isinstance(error, SeqserveError):
-        return envelope(error, request_id)
+        return envelope(error, scope)
+    request_id = scope["state"]["request_id"]
     logger.error("request %s failed: %s", request_id, place_of(error))
     logger.debug("request %s failed", request_id, exc_info=error)
-    return envelope(SeqserveError("internal error; the server's log has the details"), request_id)
+    return envelope(SeqserveError("internal error; the server's log has the details"), scope)
 
 
 def _request_id(headers: Headers) -> str:
@@ -179,9 +200,9 @@ def _route_path(scope: Scope) -> str:
     return str(scope["path"].removeprefix(scope["root_path"])) or "/"
 
 
-def is_open(path: str) -> bool:
-    """Whether a path needs no API key."""
-    return path in OPEN or path.startswith("/docs/")
+def is_open(method: str, path: str) -> bool:
+    """Whether a request needs no API key: a page or a probe, but nothing that a model runs for."""
+    return method != "POST" and (path in OPEN or path.startswith(("/docs/", "/page/")))
 
 
 def _content_length(headers: Headers) -> int:
@@ -202,6 +223,10 @@ def _check_encoding(headers: Headers) -> None:
 
 
 def _declare_json(scope: Scope) -> None:
-    """All bodies are JSON, so that `curl -d` works without a header; FastAPI would look at it."""
+    """All bodies are JSON, so that `curl -d` works without a header; FastAPI would look at it.
+
+    What the caller declared is kept for routes that take something else too.
+    """
+    scope["state"]["content_type"] = Headers(scope=scope).get("content-type", "")
     others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]

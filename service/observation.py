@@ -23,7 +23,7 @@ OTHER = "other"
 UNKNOWN_MODEL = "unknown"
 """Stands for a model that the server does not have, whatever its name was."""
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/metrics", "/ping", "/ready"})
 """Routes that machines ask every few seconds."""
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
@@ -92,7 +92,7 @@ class RequestRecord:
 
     @property
     def inference(self) -> tuple[float, float] | None:
-        """From the first step that brought something to the last; None if there was none."""
+        """From the first step that ran for it to the last; None if there was none."""
         if self.queue is None or self.ticket is None or self.ticket.began is None:
             return None
         return self.queue[1], self._over
@@ -124,6 +124,14 @@ class RequestRecord:
 
 
 Listener = Callable[[RequestRecord], None]
+
+
+def refused(error: SeqserveError, request_id: str) -> RequestRecord:
+    """The record of what was refused before it was a request."""
+    record = RequestRecord(OTHER, Headers(), request_id=request_id, status=error.status)
+    record.note_error(error)
+    record.ended = record.started
+    return record
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -34,9 +34,13 @@ from seqserve.errors import (
     UnavailableError,
 )
 from service.admission import Admission, Work
+from service.places import place_of
 from service.rates import RestartBudget
 
 logger = logging.getLogger(__name__)
+
+LAST_STEP_SECONDS = 5.0
+"""How long `Runner.stop` waits for the engine's last step to end."""
 
 
 class EngineLike(Protocol):
@@ -50,6 +54,8 @@ class EngineLike(Protocol):
     def waiting(self) -> int: ...
     @property
     def running(self) -> int: ...
+    @property
+    def begun(self) -> Sequence[Work]: ...
     def submit(self, work: Work) -> None: ...
     def cancel(self, work: Work) -> None: ...
     def step(self) -> list[Event]: ...
@@ -63,9 +69,16 @@ class _Command:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step brought; `began` is when it started."""
+    """What one step brought.
+
+    Attributes:
+        began: when it started.
+        begun: works that it took out of the queue.
+        events: what came of these and of others.
+    """
 
     began: float
+    begun: Sequence[Work]
     events: list[Event]
 
 
@@ -75,7 +88,7 @@ class Ticket:
     Attributes:
         unfinished: works without their last event.
         submitted, began, ended: times (`time.perf_counter`); `began` is the start of the step that
-            first brought something, `ended` the arrival of the last event.
+            took the first work out of the queue, `ended` the arrival of the last event.
         works: all of them.
         first_token: when the first token arrived.
         generated: tokens that arrived.
@@ -131,10 +144,13 @@ class Ticket:
             else:
                 await self._wait(eager=True)
 
-    def push(self, event: Event, began: float) -> None:
-        """Take an event in; wake the request if it wants to know."""
+    def begin(self, when: float) -> None:
+        """The engine has taken a work out of its queue; the first time counts."""
         if self.began is None:
-            self.began = began
+            self.began = when
+
+    def push(self, event: Event) -> None:
+        """Take an event in; wake the request if it wants to know."""
         if isinstance(event, FailureEvent):
             self.fail(GenerationFailedError(reason(event.error)))
             return
@@ -175,6 +191,11 @@ def reason(error: Exception) -> str:
     if isinstance(error, GenerationError):
         return f"the model failed on this input: {error}"
     return "the model failed on this input; the server's log has the details"
+
+
+def too_late(seconds: float) -> DeadlineError:
+    """What a request fails with that has had so much time."""
+    return DeadlineError(f"not done within the timeout of {seconds:g} seconds")
 
 
 def work_of(event: Event) -> Work:
@@ -226,6 +247,7 @@ class Runner:
         self._requests = count(1)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ended = asyncio.Event()  # of the thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
@@ -251,8 +273,12 @@ class Runner:
     def _begin(self) -> None:
         """A thread with an engine and a command queue of its own: nothing old reaches it."""
         self._commands = SimpleQueue()
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(self._commands,), name=f"engine-{self.name}", daemon=True
+            target=self._run,
+            args=(self._commands, self._ended),
+            name=f"engine-{self.name}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -289,19 +315,26 @@ class Runner:
         return time.perf_counter() - oldest.submitted if oldest else 0.0
 
     @asynccontextmanager
-    async def submitted(self, works: Sequence[Work], seconds: float) -> AsyncIterator[Ticket]:
+    async def submitted(
+        self, works: Sequence[Work], seconds: float, since: float | None = None
+    ) -> AsyncIterator[Ticket]:
         """Run works; whatever is unfinished when the block is left is cancelled.
 
         Args:
             seconds: until the ticket fails with `DeadlineError`.
+            since: when these began (`time.perf_counter`); now, without it.
 
         Raises:
+            DeadlineError: they are over already.
             UnavailableError: draining, broken down or being restarted.
             OverloadedError, InvalidRequestError: they do not all fit into the queue.
         """
+        left = seconds if since is None else since + seconds - time.perf_counter()
+        if left <= 0.0:
+            raise too_late(seconds)
         ticket = self._admit(works)
         assert self._loop
-        deadline = self._loop.call_later(seconds, self._expire, ticket, seconds)
+        deadline = self._loop.call_later(left, self._expire, ticket, seconds)
         try:
             yield ticket
         finally:
@@ -327,7 +360,7 @@ class Runner:
         return ticket
 
     def _expire(self, ticket: Ticket, seconds: float) -> None:
-        ticket.fail(DeadlineError(f"not done within the timeout of {seconds:g} seconds"))
+        ticket.fail(too_late(seconds))
         self._release(ticket)
 
     def _release(self, ticket: Ticket) -> None:
@@ -347,13 +380,16 @@ class Runner:
 
     def _deliver(self, step: _Step) -> None:
         """Hand the events of a step out. Events of cancelled works have no owner any more."""
+        for work in step.begun:
+            if owner := self._owners.get(work):
+                owner.begin(step.began)
         for event in step.events:
             ticket = self._owners.get(work_of(event))
             if ticket is None:
                 continue
             if isinstance(event, FailureEvent) and not isinstance(event.error, GenerationError):
-                logger.error("model %s failed on an input", self.name, exc_info=event.error)
-            ticket.push(event, step.began)
+                self._log("model %s failed on an input", event.error)
+            ticket.push(event)
             if is_last(event):
                 self._forget([work_of(event)], finished=True)
 
@@ -374,7 +410,7 @@ class Runner:
         if not self._started.done():  # it never ran: for whoever started it to deal with
             self._started.set_exception(error)
             return
-        logger.error("engine of model %s failed", self.name, exc_info=error)
+        self._log("engine of model %s failed", error)
         error.with_traceback(None)  # which keeps the engine's tensors alive
         self.engine = None
         self._fail_all(GenerationFailedError("the model failed while it ran this request"))
@@ -388,6 +424,11 @@ class Runner:
         self.broken = True
         after = f" after {self.restarts} restarts" if self.restarts else ""
         self._on_end(f"the engine of model {self.name} has failed{after}")
+
+    def _log(self, what: str, error: BaseException) -> None:
+        """Its message, which may hold a caller's text, is for level debug alone."""
+        logger.error(f"{what}: %s", self.name, place_of(error))
+        logger.debug(what, self.name, exc_info=error)
 
     def _fail_all(self, error: SeqserveError) -> None:
         for ticket in set(self._owners.values()):
@@ -404,25 +445,34 @@ class Runner:
         return True
 
     async def stop(self) -> None:
-        """End the thread; what is left fails."""
+        """End the thread; what is left fails. One that hangs in a step is left behind."""
         self.draining = True
         self._fail_all(UnavailableError("the server is shutting down"))
         self._commands.put(_Command("stop"))
-        if self._thread:
-            await asyncio.to_thread(self._thread.join)
+        if self._thread is None:
+            return
+        try:
+            await asyncio.wait_for(self._ended.wait(), LAST_STEP_SECONDS)
+        except TimeoutError:
+            logger.error("engine of model %s hangs in a step: not waiting for it", self.name)
+            return
+        self._thread.join()  # it has nothing left to do
 
     # --- engine thread ---------------------------------------------------------------------------
 
-    def _run(self, commands: SimpleQueue[_Command]) -> None:
+    def _run(self, commands: SimpleQueue[_Command], ended: asyncio.Event) -> None:
         try:
             engine = self._make_engine()
             self._call(self._came_up, engine)
             while self._obey(engine, commands):
                 began = time.perf_counter()
-                if events := engine.step():
-                    self._call(self._deliver, _Step(began, events))
+                events = engine.step()
+                if events or engine.begun:
+                    self._call(self._deliver, _Step(began, engine.begun, events))
         except BaseException as error:  # noqa: BLE001  who waits must hear of it, whatever it was
             self._call(self._break_down, error)
+        finally:
+            self._call(ended.set)
 
     def _obey(self, engine: EngineLike, commands: SimpleQueue[_Command]) -> bool:
         """Carry out what was commanded, waiting if there is nothing else to do; False: stop."""

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -23,7 +24,7 @@ from model.loader import LoadedModel, load_model
 from model.sequence import Decoding, FailureEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
-from seqserve.errors import NotFoundError, UnavailableError
+from seqserve.errors import InvalidRequestError, NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.admission import Admission
 from service.defaults import default_decoding
@@ -34,7 +35,8 @@ from service.inspection import Inspector
 from service.limits import within
 from service.rates import RestartBudget
 from service.runner import Runner
-from service.settings import Settings, engine_config
+from service.settings import Pair, Settings, engine_config
+from service.translation import Direction, Directions, Translator, directions_of
 from service.validation import shown
 from service.vocabulary import Side, Vocabulary
 
@@ -57,27 +59,40 @@ State = Literal["loading", "ready", "failed", "draining"]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers requests."""
+    """A model that answers requests.
+
+    Attributes:
+        loaded_at: seconds since the epoch.
+    """
 
     name: str
     loaded: LoadedModel
     runner: Runner
     figures: StepFigures
+    directions: Sequence[Directions] = ()
+    loaded_at: float = field(default_factory=time.time)
 
     @classmethod
     async def start(
-        cls, name: str, loaded: LoadedModel, settings: Settings, on_end: Callable[[str], None]
+        cls,
+        name: str,
+        loaded: LoadedModel,
+        settings: Settings,
+        on_end: Callable[[str], None],
+        pairs: Sequence[Pair] = (),
     ) -> ServedModel:
         """Give a model a thread and an engine that has shown that it works.
 
         Args:
             on_end: told why, when its engine has broken down for good.
+            pairs: of languages that it is to translate.
 
         Raises:
-            ModelError: what it asks for by default could never run.
+            ModelError: what it asks for by default could never run, or it has no such languages.
             Exception: the model cannot generate.
         """
         check_default_beams(loaded.spec, settings)
+        directions = directions_of(name, loaded, pairs)
         loaded = within(loaded, settings)
         figures = StepFigures(settings.max_rows)
         config = engine_config(settings)
@@ -95,7 +110,7 @@ class ServedModel:
             on_end,
         )
         await runner.start()
-        return cls(name, loaded, runner, figures)
+        return cls(name, loaded, runner, figures, directions)
 
     @cached_property
     def generator(self) -> Generator:
@@ -152,6 +167,9 @@ class Models:
         on_failure: called with the message when a model cannot be loaded (where the settings do
             not say to serve the others), or its engine has broken down for good.
         loaded: models that are in memory already, by name.
+
+    Raises:
+        ValueError: a pair is for a model that there is not.
     """
 
     def __init__(
@@ -168,6 +186,7 @@ class Models:
         self._loaded = dict(loaded or {})
         self._served: dict[str, ServedModel] = {}
         self.draining = False
+        self._pairs = settings.pairs_of(self.names)
 
     @property
     def names(self) -> list[str]:
@@ -185,7 +204,9 @@ class Models:
     async def _load(self, name: str) -> None:
         try:
             loaded = self._loaded.get(name) or await self._read(name)
-            model = await ServedModel.start(name, loaded, self.settings, self._on_failure)
+            model = await ServedModel.start(
+                name, loaded, self.settings, self._on_failure, self._pairs[name]
+            )
         except Exception as error:  # noqa: BLE001 - a server without its model must say so
             self._fail(name, error)
             return
@@ -238,6 +259,28 @@ class Models:
             coming = wanted not in self._failures
             raise UnavailableError(self._why_not(wanted), retry_after=1 if coming else None)
         return self._served[wanted]
+
+    @property
+    def translator(self) -> Translator:
+        """What the models in memory translate: first those that pairs are set for."""
+        in_order = sorted(self.names, key=lambda name: not self._pairs[name])
+        served = (self._served[name] for name in in_order if name in self._served)
+        return Translator([each for model in served for each in model.directions])
+
+    def direction(self, source: str, target: str) -> Direction:
+        """Which model translates one language to another, and how.
+
+        Raises:
+            InvalidRequestError: none does.
+            UnavailableError: none in memory does, and others are still loading.
+        """
+        try:
+            return self.translator.find(source, target)
+        except InvalidRequestError:
+            for name in self.names:
+                if name not in self._served and name not in self._failures:
+                    raise UnavailableError(self._why_not(name), retry_after=1) from None
+            raise
 
     def check_ready(self) -> None:
         """Return if some model can answer.

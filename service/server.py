@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 import uvicorn
@@ -27,9 +29,28 @@ logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5
 """For writing the last answers, after everything has been computed."""
 
+QUIET_SECONDS = 10.0
+"""Between two messages that there are too many open files."""
+
 SWITCH_INTERVAL = 0.0005
 """Seconds until a busy Python thread lets another one run. The default of 5 ms would let the event
 loop hold the engine's thread up many times in a step."""
+
+
+class LoopErrors:
+    """What asyncio reports of itself: logged as it does it, but for one thing that it would say
+    thousands of times a second, that the process may open no more files."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + QUIET_SECONDS
+            logger.error("too many open files: new connections must wait until others are closed")
 
 
 class Server(uvicorn.Server):
@@ -53,6 +74,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(LoopErrors())
         await super().startup(sockets)
         for listener in sockets or []:
             logger.info("seqserve %s listens on %s", __version__, url(listener))

@@ -7,6 +7,8 @@ description is the option's help and stands in docs/settings.md.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -22,8 +24,45 @@ DEFAULT_MODEL = Path(__file__).parent.parent / "weights" / "g2p-en"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 """As browsers send it: scheme, host and port only."""
 
+PAIR = re.compile(
+    r"(?P<source>[a-z]{2,3}(_[a-z]{4})?)-(?P<target>[a-z]{2,3}(_[a-z]{4})?)=(?P<model>.+)",
+    re.IGNORECASE | re.ASCII,
+)
+
+ANY_LANGUAGE = "mul"
+"""In a pair, all languages that the model names; ISO 639-2's code for several."""
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model as a translator from one language to another.
+
+    Attributes:
+        source, target: codes as they were given; `ANY_LANGUAGE` is all.
+        model: its name.
+    """
+
+    source: str
+    target: str
+    model: str
+
+    @classmethod
+    def read(cls, text: str) -> Pair:
+        """`en-de=NAME`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        match = PAIR.fullmatch(text)
+        if match is None:
+            raise ValueError(f"pairs must be SOURCE-TARGET=NAME, such as en-de=mt, got {text!r}")
+        return cls(match["source"], match["target"], match["model"])
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}={self.model}"
 
 
 class Settings(BaseSettings):
@@ -44,6 +83,13 @@ class Settings(BaseSettings):
         description="Models to serve, each NAME=DIR or DIR (its last part is then the name); "
         "instead of DIR also ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub. The first "
         "answers requests that name none. Repeat the option; separate by commas in the variable.",
+    )
+    pairs: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Models that translate one language to another, each SOURCE-TARGET=NAME, such "
+        "as en-de=opus-mt-en-de, for /translate; mul stands for all languages that the model names "
+        "itself. A model with pairs translates nothing else there. Repeat the option; separate by "
+        "commas in the variable.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is all of them.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -144,6 +190,13 @@ class Settings(BaseSettings):
         description="Seconds in which a request's head, and then its body, must have come; slower "
         "ones get status 408.",
     )
+    send_timeout: float = Field(
+        30.0,
+        gt=0,
+        le=TIMEOUT_LIMIT,
+        description="Seconds in which a caller must take some more of its answer; the connection "
+        "of one that takes nothing is cut.",
+    )
     max_json_values: int = Field(
         1_000_000,
         ge=1,
@@ -191,7 +244,7 @@ class Settings(BaseSettings):
         "say where to. Needs the extra otel.",
     )
 
-    @field_validator("models", "cors_origins", mode="before")
+    @field_validator("models", "pairs", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -207,6 +260,13 @@ class Settings(BaseSettings):
                     f"cors_origins must be * or origins such as https://app.example.org, "
                     f"without a path, got {origin!r}"
                 )
+        return value
+
+    @field_validator("pairs")
+    @classmethod
+    def _are_pairs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            Pair.read(text)
         return value
 
     @field_validator("root_path")
@@ -243,6 +303,21 @@ class Settings(BaseSettings):
             if name in found:
                 raise ValueError(f"two models are called {name!r}; name them with NAME=DIR")
             found[name] = location
+        return found
+
+    def pairs_of(self, names: Collection[str]) -> dict[str, list[Pair]]:
+        """Name of each model -> the pairs that are set for it.
+
+        Raises:
+            ValueError: one is for a model that there is not.
+        """
+        found: dict[str, list[Pair]] = {name: [] for name in names}
+        for pair in map(Pair.read, self.pairs):
+            if pair.model not in found:
+                raise ValueError(
+                    f"pairs: {pair} names no model of this server; there are: {', '.join(found)}"
+                )
+            found[pair.model].append(pair)
         return found
 
 

@@ -186,7 +186,7 @@ def _unknown(
     inside = f"{parent}." if parent else ""
     spelled = name if PLAIN_NAME.fullmatch(name) else shown(name)
     place, param = inside + spelled, inside + cut(name)
-    if model is GenerationParameters and name in FOREIGN_NO_OPS:
+    if model and issubclass(model, GenerationParameters) and name in FOREIGN_NO_OPS:
         no_op = shown(FOREIGN_NO_OPS[name])
         message = f"{place} must be {no_op} or left out (not supported here), got {shown(value)}"
         return InvalidRequestError(message, param)

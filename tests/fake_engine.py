@@ -34,6 +34,8 @@ class FakeEngine:
         fail_after: every row fails alone when it has so many tokens.
         explode: raised by the next step.
         threads: names of the threads that called in.
+        begun: rows that joined in the last step.
+        mute: rows live without telling of their tokens, as a beam search may for long.
     """
 
     def __init__(self, max_rows: int = 4, on_step: Callable[[StepTrace], None] | None = None):
@@ -48,9 +50,11 @@ class FakeEngine:
         self.poison: set[int] = set()
         self.fail_after: int | None = None
         self.explode: Exception | None = None
+        self.mute = False
         self.threads: set[str] = set()
         self.rows_by_step: list[int] = []
         self._on_step = on_step
+        self.begun: tuple[Work, ...] = ()
         self._waiting: list[Sequence] = []
         self._rows: list[Sequence] = []
 
@@ -89,8 +93,9 @@ class FakeEngine:
         joined = self._waiting[: self.config.max_rows - len(self._rows)]
         self._waiting = self._waiting[len(joined) :]
         self._rows += joined
+        self.begun = tuple(joined)
         rows = tuple(self._rows)
-        events = [self._advance(row) for row in rows]
+        events = [] if self.mute else [self._advance(row) for row in rows]
         left = tuple(row for row in rows if row not in self._rows)
         if self._on_step:
             trace = StepTrace(len(self.rows_by_step), rows, tuple(joined), left, 0)

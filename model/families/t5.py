@@ -55,6 +55,7 @@ from model.layers import (
     token_table,
 )
 from model.loader import Blueprint, read_config, read_object
+from model.multilingual import added_tokens
 from model.pretrained import ACTIVATIONS, Options, Shapes, SpecialTokens, Tables, read_spec
 from model.steppers import CachedStepper
 from model.tokenizer import EOS, PAD, UNK, JsonTokenizer, SentencePieceTokenizer, Tokenizer
@@ -141,6 +142,8 @@ def read_shape(family: str, options: Options) -> T5Shape:
     """
     required = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
     sizes = {name: options.integer(name, least=1) for name in required}
+    options.only("hidden_size", sizes["d_model"])  # the same again, as others call it
+    options.only("num_attention_heads", sizes["num_heads"])
     epsilon = options.number("layer_norm_epsilon")
     shape = T5Shape(
         **sizes,
@@ -342,6 +345,7 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         extra = Options(config).integer("extra_ids", 0 if config["model_type"] == "mt5" else 100)
         inner = SentencePieceTokenizer.load(directory / "spiece.model")
         both = SentinelTokenizer(inner, sentinel_ids(inner.vocab_size, extra, falling=True))
+        refuse_added(directory, both)
         return both, both
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
         cutter = byte_level(directory / "vocab.json", directory / "merges.txt")
@@ -353,8 +357,23 @@ def tokenizers(directory: Path) -> tuple[Tokenizer | None, Tokenizer | None]:
         bytes_only = ByteTokenizer()
         ids = sentinel_ids(bytes_only.vocab_size, extra, falling=False)
         both = SentinelTokenizer(bytes_only, ids)
+        refuse_added(directory, both)
         return both, both
     return None, None
+
+
+def refuse_added(directory: Path, tokenizer: SentinelTokenizer) -> None:
+    """Refuse tokens that were added later, which only the other formats are read with.
+
+    Raises:
+        ModelError: names them.
+    """
+    known = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
+    if added := added_tokens(directory, known).names:
+        raise ModelError(
+            f"{directory}: added tokens need a tokenizer.json here, got "
+            f"{', '.join(map(repr, added.values()))}"
+        )
 
 
 def sentinel_ids(first: int, count: int, falling: bool) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from seqserve.schemas import TIMEOUT_LIMIT
 from service.admission import Work
 from service.limits import check_body
 from service.observation import UNKNOWN_MODEL, record_of
-from service.runner import Ticket, work_of
+from service.runner import Ticket, too_late, work_of
 from service.served import Models, ServedModel
 from service.settings import Settings
 from service.validation import describe, parse_json
@@ -49,7 +50,7 @@ class JsonRequest(Request):
         return await sized(len(body), self._read, body)
 
     def _read(self, body: bytes) -> BaseModel:
-        content = parse_json(body)
+        content = self.parse(body)
         check_body(content, settings_of(self))
         schema: type[BaseModel] = self.scope["route"].body_field.field_info.annotation
         try:
@@ -57,15 +58,25 @@ class JsonRequest(Request):
         except ValidationError as error:
             raise describe(error.errors(), schema) from error
 
+    def parse(self, body: bytes) -> Any:
+        """What a body says, not validated yet.
+
+        Raises:
+            SeqserveError: it cannot be read.
+        """
+        return parse_json(body)
+
 
 class JsonRoute(APIRoute):
     """A route whose handler gets a `JsonRequest`."""
+
+    request_class = JsonRequest
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            return await handler(self.request_class(request.scope, request.receive))
 
         return handle
 
@@ -155,8 +166,12 @@ async def running(
     Raises:
         SeqserveError: see `Runner.submitted`.
     """
-    async with model.runner.submitted(works, seconds) as ticket, watched(request, ticket):
-        record_of(request.scope).ticket = ticket
+    record = record_of(request.scope)
+    async with (
+        model.runner.submitted(works, seconds, since=record.started) as ticket,
+        watched(request, ticket),
+    ):
+        record.ticket = ticket
         yield ticket
 
 
@@ -168,6 +183,21 @@ def seconds_of(request: Request, seconds: float | None) -> float:
     """
     header = header_timeout(request)  # refused where it is wrong, even if the body's counts
     return seconds or header or settings_of(request).timeout
+
+
+def check_time(request: Request, seconds: float | None) -> None:
+    """Refuse a request that has waited so long that nobody needs its answer, before it costs more.
+
+    Args:
+        seconds: the body's timeout.
+
+    Raises:
+        DeadlineError: its time is over.
+        InvalidRequestError: see `header_timeout`.
+    """
+    seconds = seconds_of(request, seconds)
+    if time.perf_counter() - record_of(request.scope).started >= seconds:
+        raise too_late(seconds)
 
 
 def header_timeout(request: Request) -> float | None:

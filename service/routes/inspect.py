@@ -33,6 +33,7 @@ from service.routes.common import (
     answer,
     body_size,
     check_size,
+    check_time,
     model_of,
     run,
     sized,
@@ -68,6 +69,7 @@ def examples(**values: dict[str, Any]) -> dict[str, Any]:
 async def logits(request: Request, body: LogitsRequest) -> Response:
     """One pass over the decoder start and the targets, before any decoding parameter applies."""
     model = model_of(request, body.model, body.count)
+    check_time(request, body.timeout)
     passes = await sized(await body_size(request), model.inspector.plan_logits, body)
     binary = _wants_binary(request, body)
     size = model.inspector.size(passes, padded=binary)
@@ -97,6 +99,7 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
 async def next_tokens(request: Request, body: NextRequest) -> Response:
     """What the model would put behind the decoder start and the target prefix."""
     model = model_of(request, body.model, body.count)
+    check_time(request, body.timeout)
     passes = await sized(await body_size(request), model.inspector.plan_next, body)
     size = model.inspector.size(passes, padded=False)
     advice = "ask for fewer inputs or a lower top_k"
@@ -125,6 +128,7 @@ async def next_tokens(request: Request, body: NextRequest) -> Response:
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Log-softmax of the raw logits at each target token, in one teacher-forced pass."""
     model = model_of(request, body.model, body.count)
+    check_time(request, body.timeout)
     passes = await sized(await body_size(request), model.inspector.plan_score, body)
     tokens = sum(len(p.tgt) for p in passes)
     check_size(request, NUMBERS_PER_TOKEN * tokens, "ask for fewer or shorter targets")
@@ -159,6 +163,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 async def attention(request: Request, body: AttentionRequest) -> Response:
     """Of every layer and head, in one teacher-forced pass over decoder start and targets."""
     model = model_of(request, body.model, body.count)
+    check_time(request, body.timeout)
     inspector = model.inspector
     passes = await sized(await body_size(request), inspector.plan_attention, body)
     binary = _wants_binary(request, body)

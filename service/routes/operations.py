@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics, /info, /docs and /; HEAD of the first three."""
+"""GET /health, /ready, /ping, /metrics, /info and /docs; HEAD of the first four."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from string import Template
 
 import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from seqserve import __version__
 from seqserve.schemas import InfoResponse, Limits, StatusResponse
 from service.errors import responses
 from service.metrics import Metrics
 from service.routes.common import models_of, settings_of
+from service.routes.tgi import endpoint_info
 
 router = APIRouter(tags=["operations"])
 
@@ -44,6 +45,8 @@ async def health() -> StatusResponse:
     return StatusResponse(status="ok")
 
 
+@router.head("/ping", include_in_schema=False)
+@router.get("/ping", summary="The same as /ready, by another name", responses=responses(503))
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Whether a model can answer", responses=responses(503))
 async def ready(request: Request) -> StatusResponse:
@@ -87,9 +90,13 @@ async def info(request: Request) -> InfoResponse:
         max_tensor_values=settings.max_tensor_values,
         default_timeout=settings.timeout,
     )
-    models = models_of(request).info()
+    models = models_of(request)
     return InfoResponse(
-        version=__version__, torch=str(torch.__version__), limits=limits, models=models
+        version=__version__,
+        torch=str(torch.__version__),
+        limits=limits,
+        models=models.info(),
+        **endpoint_info(models, settings),
     )
 
 
@@ -98,9 +105,3 @@ async def info(request: Request) -> InfoResponse:
 async def docs(request: Request) -> HTMLResponse:
     """Swagger UI from the server's own files: works without the internet."""
     return HTMLResponse(DOCS.substitute(root=html.escape(request.scope["root_path"])))
-
-
-@router.get("/", include_in_schema=False)
-async def home(request: Request) -> RedirectResponse:
-    """The documentation, until there is a page to play with."""
-    return RedirectResponse(f"{request.scope['root_path']}/docs")

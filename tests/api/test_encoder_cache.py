@@ -136,7 +136,7 @@ async def test_answers_are_the_same_with_and_without(native: LoadedModel) -> Non
         texts = [answer["generated_text"] for answer in generated]
         assert texts == [answer["generated_text"] for answer in expected[0]]
         for found, own in zip(logits, expected[1], strict=True):
-            np.testing.assert_allclose(found["logits"], own["logits"], atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(found["logits"], own["logits"], atol=1e-4, rtol=1e-5)
 
 
 async def test_models_do_not_share_sources(native: LoadedModel, tmp_path: Path) -> None:

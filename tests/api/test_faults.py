@@ -18,6 +18,7 @@ from fastapi import FastAPI
 import service.served
 from model.loader import LoadedModel
 from service.app import create_app
+from service.generation import Generator
 from service.settings import Settings
 from tests.fake_engine import FakeEngine
 
@@ -93,11 +94,30 @@ async def test_a_deadline_answers_504_and_frees_the_rows(
 ) -> None:
     async with with_fake_engine(native, monkeypatch) as (_, client, engine):
         with engine.held_up():
-            response = await generate(client, timeout=0.05, inputs=["a", "b"])
+            response = await generate(client, timeout=0.5, inputs=["a", "b"])
         assert response.status_code == 504
-        assert "0.05 seconds" in response.json()["error"]
+        assert "0.5 seconds" in response.json()["error"]
         assert (await generate(client)).status_code == 200
         assert len(engine.cancelled) == 2
+
+
+async def test_a_request_that_is_late_when_it_has_come_is_not_planned(
+    native: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"inputs": "a", "timeout": 0.1'
+        await asyncio.sleep(0.2)
+        yield b"}"
+
+    async with with_fake_engine(native, monkeypatch) as (_, client, engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(Generator, "plan", pytest.fail)
+            for path in ("/generate", "/generate_stream"):
+                response = await client.post(path, content=body())
+                assert response.status_code == 504
+                assert "0.1 seconds" in response.json()["error"]
+        assert engine.submitted == []
+        assert (await generate(client)).status_code == 200
 
 
 async def test_a_failing_row_fails_its_request_and_spares_its_batch_mates(

@@ -185,7 +185,7 @@ async def test_what_fails_is_counted_by_its_reason_and_what_waits_ages(
     async with with_fake_engine(native, monkeypatch, max_queue=1, max_inputs=1) as served:
         _, client, engine = served
         with engine.held_up():
-            late = client.post("/generate", json={"inputs": "ab", "timeout": 0.2})
+            late = client.post("/generate", json={"inputs": "ab", "timeout": 0.5})
             waiting = asyncio.create_task(late)
             await asyncio.sleep(0.1)
             while_it_waits = await scrape(client)

@@ -53,16 +53,29 @@ async def test_a_key_is_needed_where_keys_are_set(guarded: httpx.AsyncClient) ->
 
 @pytest.mark.parametrize("prefix", ["", "/nlp"])
 async def test_only_probes_and_pages_are_open(guarded: httpx.AsyncClient, prefix: str) -> None:
-    for path in ("/health", "/ready", "/docs", "/docs/", "/docs/start.js", "/openapi.json", "/"):
-        assert (await guarded.get(prefix + path)).status_code in (200, 307), path
+    for path in (
+        "/health",
+        "/ready",
+        "/ping",
+        "/docs",
+        "/docs/start.js",
+        "/openapi.json",
+        "/",
+        "/page/app.js",
+    ):
+        assert (await guarded.get(prefix + path)).status_code == 200, path
     document = (await guarded.get(f"{prefix}/openapi.json")).json()
+    probes, translators = (
+        ("/health", "/ready", "/ping", "/metrics"),
+        ("/frontend/settings", "/languages"),
+    )
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            is_open = path in ("/health", "/ready", "/metrics")
+            is_open = path in (*probes, *translators)
             response = await guarded.request(method, prefix + path, json=BODY)
-            assert (response.status_code == 401) != is_open, path
+            assert (response.status_code in (401, 403)) != is_open, path
             assert ("security" in operation) != is_open
-    for path in ("/nowhere", "/nlp/nlp/health", "/health/", "/docsx"):
+    for path in ("/nowhere", "/nlp/nlp/health", "/health/", "/docsx", "/pagex"):
         assert (await guarded.get(path)).status_code == 401, path
     assert (await guarded.request("DELETE", f"{prefix}/generate")).status_code == 401
 
@@ -144,8 +157,9 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
 # --- headers -------------------------------------------------------------------------------------
 
 
-async def test_a_page_may_load_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:
-    response = await client.get("/docs")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_a_page_may_load_nothing_from_elsewhere(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.get(path)
     policy = dict(
         part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
     )

@@ -48,6 +48,7 @@ async def test_events_tell_what_the_whole_answer_tells(client: httpx.AsyncClient
     assert last["generated_text"] == whole["generated_text"] == text_of(events)
     details = last["details"]
     assert details.pop("queue_time") >= 0
+    assert details.pop("input_length") == details["input_tokens"]
     assert details.pop("inference_time") > 0
     assert details == whole["details"]
 

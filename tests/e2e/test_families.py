@@ -14,8 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from service.check import cut
 from tests.parity import tokenizer_files as files
-from tests.parity.checkpoints import cut
 from tests.parity.families import reference_model
 
 from .conftest import PATIENCE, ROOT, Server, serving

@@ -17,6 +17,10 @@ from .conftest import FAULTY, PATIENCE, Server, serving
 # As in faulty_server.py.
 LOST, SICK, LARGE = 20, 21, 22
 
+HANGING = ("-m", "tests.e2e.hanging_server")
+ENDLESS = 20
+"""First source id, as in hanging_server.py."""
+
 OTHERS = [[first, 5 + n % 9, 6 + n % 7, 2] for n, first in enumerate([4, 5, 6, 7, 8, 9] * 4)]
 
 
@@ -78,7 +82,8 @@ def test_a_lost_engine_fails_what_waits_at_once_and_is_restarted(faulty: Server)
     with Client(faulty.url) as client:
         [model] = client.info().models
     assert (model.state, model.restarts) == ("ready", 1)
-    assert "device lost" in "".join(faulty.log)
+    assert "engine of model tiny failed: AcceleratorError in " in "".join(faulty.log)
+    assert "device lost" not in "".join(faulty.log), "what libraries say may hold callers' texts"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,15 @@ def test_a_lost_engine_ends_the_process_where_set(
         assert ask(server, [LOST, 2]).status_code == 500
         assert server.wait() == 1
         assert server.log[-1] == f"seqserve: {message}\n"
+
+
+def test_a_step_that_hangs_does_not_hold_the_end_up(model: Path) -> None:
+    with serving("--model", f"tiny={model}", "--grace", "0", program=HANGING) as server:
+        body = {"input_ids": [ENDLESS, 2], "timeout": 0.5}
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
+        assert answer.status_code == 504
+        assert server.stop() == 0
+        assert "engine of model tiny hangs in a step" in "".join(server.log)
 
 
 def test_a_killed_server_loses_nothing_but_what_was_running(model: Path) -> None:

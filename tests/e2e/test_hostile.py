@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from seqserve import Client
 from seqserve.errors import UnauthorizedError
+from tests.builders import make_native_model
 
 from .conftest import PATIENCE, Server, serving
 
@@ -258,3 +260,65 @@ def test_probes_are_answered_while_large_bodies_come_in(server: Server) -> None:
     assert 422 in statuses
     assert statuses <= {422, 408}  # a busy machine may not read four megabytes in time
     print(f"slowest probe: {slowest:.3f} s")
+
+
+def metric(server: Server, line: str) -> float:
+    """The value of a series, 0 before it is there."""
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
+    values = [found.rpartition(" ")[2] for found in text.splitlines() if found.startswith(line)]
+    return sum(map(float, values))
+
+
+def test_what_is_no_http_is_counted_and_logged(server: Server) -> None:
+    series = (
+        'seqserve_requests_total{method="other",model="",route="other",status="400"}',
+        'seqserve_request_errors_total{error_type="validation",model="",route="other"}',
+    )
+    before = [metric(server, line) for line in series]
+    with connect(server) as connection:
+        connection.sendall(b"what?\r\n\r\n")
+        _, headers, _ = read_answer(connection)
+    assert [metric(server, line) for line in series] == [count + 1 for count in before]
+    assert metric(server, "seqserve_requests_in_flight") == 1, "the scrape itself"
+    assert f"request_id={headers['x-request-id']} method=other" in "".join(server.log)
+
+
+LARGE_ANSWER = {"input_ids": [5, 2], "target_ids": [5] * 1500, "format": "safetensors"}
+"""To /attention; more than a system's buffers hold."""
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with large answers, which wants them taken soon."""
+    model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=3000)
+    with serving("--model", f"long={model}", "--send-timeout", "1") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def asked_for_a_large_answer(server: Server) -> Iterator[socket.socket]:
+    """A connection on which it is to come, and which is closed behind it."""
+    body = json.dumps(LARGE_ANSWER)
+    head = f"content-length: {len(body)}\r\nconnection: close\r\n"
+    with connect(server) as connection:
+        connection.sendall(f"POST /attention HTTP/1.1\r\nhost: x\r\n{head}\r\n{body}".encode())
+        yield connection
+
+
+def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(long: Server) -> None:
+    with asked_for_a_large_answer(long) as deaf:
+        hung_up = select.poll()
+        hung_up.register(deaf, select.POLLHUP)
+        assert hung_up.poll(1e3 * PATIENCE)
+    assert httpx.get(f"{long.url}/health", timeout=PATIENCE).status_code == 200
+
+
+def test_a_caller_that_takes_its_answer_slowly_gets_it_all(long: Server) -> None:
+    whole = httpx.post(f"{long.url}/attention", json=LARGE_ANSWER, timeout=PATIENCE)
+    began, read = time.monotonic(), 0
+    with asked_for_a_large_answer(long) as slow:
+        while piece := slow.recv(1 << 20):
+            read += len(piece)
+            time.sleep(0.05)
+    assert read > len(whole.content) > 10_000_000
+    assert time.monotonic() - began > 2.0, "longer than the timeout"

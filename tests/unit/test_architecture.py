@@ -15,12 +15,14 @@ OPTIONAL = {
     "check": "service/check.py",
     "hub": "service/hub.py",
     "otel": "service/tracing.py",
+    "progress": "seqserve/mapping.py",
 }
 SERVED = ["server", *OPTIONAL]
-# Imported by name, and guaranteed by the dependency that is built on them.
+# Imported by name, and guaranteed by the dependency that is built on them or called otherwise.
 COMES_WITH = {
     "annotated_types": "pydantic",
     "opentelemetry": "opentelemetry_sdk",
+    "iso639": "iso639_lang",
     "starlette": "fastapi",
 }
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_overloads
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from fastapi import FastAPI
 
-import seqserve.calls
+import seqserve.arrays
 import seqserve.client
+import seqserve.retries
 from model.loader import load_model
 from seqserve import AsyncClient, Client, GenerationParameters
-from seqserve.calls import Attention, Logits, read_safetensors
+from seqserve.arrays import Attention
 from seqserve.errors import (
     ERRORS,
     DeadlineError,
@@ -29,7 +32,9 @@ from seqserve.errors import (
     OverloadedError,
     SeqserveError,
     UnavailableError,
+    VersionError,
 )
+from seqserve.streams import AsyncStream, Stream
 from service.app import create_app
 from service.settings import Settings
 from tests.builders import make_m2m_model, make_native_model
@@ -64,9 +69,10 @@ TEXT = {"generated_text": "HH AH"}
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds slept; nobody sleeps."""
+    """Seconds slept, without jitter; nobody sleeps."""
     slept: list[float] = []
     monkeypatch.setattr(seqserve.client.time, "sleep", slept.append)
+    monkeypatch.setattr(seqserve.retries.random, "random", lambda: 0.0)
     return slept
 
 
@@ -94,10 +100,10 @@ def test_texts_and_ids_are_told_apart(inputs: Any, sent: Any) -> None:
 def test_only_what_was_said_is_sent() -> None:
     handler, bodies = answering(httpx.Response(200, json=TEXT))
     client = scripted(handler, model="g2p")
-    client.generate("a", GenerationParameters(top_k=3), timeout=5.0)
+    client.generate("a", GenerationParameters(top_k=3), model=None, timeout=5.0)
     client.generate("a", {"max_new_tokens": 2}, model="other")
     assert bodies == [
-        {"model": "g2p", "inputs": "a", "timeout": 5.0, "parameters": {"top_k": 3}},
+        {"model": "g2p", "inputs": "a", "parameters": {"top_k": 3}},
         {"model": "other", "inputs": "a", "parameters": {"max_new_tokens": 2}},
     ]
 
@@ -154,41 +160,123 @@ def test_an_answer_of_a_proxy_is_an_error_too() -> None:
         scripted(handler).info()
 
 
-def test_no_server_is_an_error_of_its_own() -> None:
-    def handler(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
+def test_what_is_no_answer_of_this_service_is_an_error_too() -> None:
+    handler, _ = answering(httpx.Response(200, text="<html>", headers={"x-request-id": "r-2"}))
+    with pytest.raises(SeqserveError, match="answer of /info cannot be read: b'<html>'") as caught:
+        scripted(handler).info()
+    assert caught.value.request_id == "r-2"
+    with pytest.raises(SeqserveError, match="answer of /logits cannot be read"):
+        scripted(handler).logits("a")
 
-    with pytest.raises(NoConnectionError, match="refused"):
+
+def test_no_server_is_an_error_of_its_own(pauses: list[float]) -> None:
+    handler, sent = failing(httpx.ConnectError("refused"))
+    with pytest.raises(NoConnectionError, match="refused") as caught:
         scripted(handler).generate("a")
+    assert caught.value.status == 0
+    assert caught.value.request_id == sent[0].headers["x-request-id"]
     assert not scripted(handler).ready()
 
 
 def test_error_types_are_unique() -> None:
-    assert len(ERRORS) == 12
+    assert len(ERRORS) == 13
     assert all(kind.error_type == name for name, kind in ERRORS.items())
 
 
 # --- retries -------------------------------------------------------------------------------------
 
 
+def failing(*errors: Exception) -> tuple[Handler, list[httpx.Request]]:
+    """A server that fails so in turn, in the end always as the last time; and what it got."""
+    requests: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        raise errors[min(len(requests), len(errors)) - 1]
+
+    return handler, requests
+
+
 def test_a_full_server_is_asked_again_when_it_says(pauses: list[float]) -> None:
     busy = envelope(429, "overloaded", **{"retry-after": "3"})
     handler, bodies = answering(busy, envelope(503, "unavailable"), httpx.Response(200, json=TEXT))
     assert scripted(handler).generate("a").generated_text == "HH AH"
-    assert pauses == [3.0, 1.0]
+    assert pauses == [3.0, 0.5]
     assert len(bodies) == 3
 
 
-def test_pauses_are_bounded_and_so_are_tries(pauses: list[float]) -> None:
-    handler, bodies = answering(envelope(429, "overloaded", **{"retry-after": "9999"}))
+def test_tries_are_counted(pauses: list[float]) -> None:
+    handler, bodies = answering(envelope(429, "overloaded", **{"retry-after": "2"}))
     with pytest.raises(OverloadedError) as caught:
         scripted(handler, retries=1).generate("a")
-    assert caught.value.retry_after == 9999
-    assert pauses == [30.0]
+    assert caught.value.retry_after == 2
+    assert pauses == [2.0]
     assert len(bodies) == 2
-    handler, _ = answering(envelope(503, "unavailable", **{"retry-after": "Thu, 01 Jan 1970"}))
+    handler, _ = answering(envelope(503, "unavailable"))
     with pytest.raises(UnavailableError):
         scripted(handler, retries=0).generate("a")
+    assert pauses == [2.0]
+
+
+def test_a_wait_that_the_call_has_no_time_for_is_not_begun(pauses: list[float]) -> None:
+    handler, bodies = answering(envelope(429, "overloaded", **{"retry-after": "90"}))
+    with pytest.raises(OverloadedError) as caught:
+        scripted(handler).generate("a")  # the client's 60 seconds
+    assert caught.value.retry_after == 90
+    assert (pauses, len(bodies)) == ([], 1)
+    for call in ({"timeout": 100.0}, {}):
+        with pytest.raises(OverloadedError):
+            scripted(handler, retries=1, timeout=None).generate("a", **call)
+    assert (pauses, len(bodies)) == ([90.0, 90.0], 5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectError("refused"),
+        httpx.ConnectTimeout("unreachable"),
+        httpx.PoolTimeout("all taken"),
+        httpx.RemoteProtocolError("closed without an answer"),
+        httpx.ReadError("reset"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_connection_that_failed_is_made_again(pauses: list[float], error: Exception) -> None:
+    for call in (lambda c: c.generate("a"), lambda c: list(c.stream("a"))):
+        pauses.clear()
+        handler, sent = failing(error)
+        with pytest.raises(NoConnectionError):
+            call(scripted(handler))
+        assert pauses == [0.5, 1.0]
+        assert len({request.headers["x-request-id"] for request in sent}) == 1
+        assert len(sent) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (httpx.ReadTimeout("silent"), DeadlineError),
+        (httpx.WriteTimeout("stuck"), DeadlineError),
+        (httpx.UnsupportedProtocol("no scheme"), NoConnectionError),
+    ],
+    ids=str,
+)
+def test_what_another_try_cannot_help_is_not_tried_again(
+    pauses: list[float], error: Exception, kind: type[SeqserveError]
+) -> None:
+    handler, sent = failing(error)
+    with pytest.raises(kind) as caught:
+        scripted(handler).generate("a")
+    assert caught.value.status == 0
+    assert (pauses, len(sent)) == ([], 1)
+
+
+def test_a_stream_that_has_begun_is_not_begun_again(pauses: list[float]) -> None:
+    stream = Pieces(token_event(0, "a"), httpx.ReadError("reset"))
+    handler, bodies = answering(httpx.Response(200, stream=stream))
+    with pytest.raises(NoConnectionError, match="reset"):
+        list(scripted(handler).stream("cat"))
+    assert (pauses, len(bodies)) == ([], 1)
 
 
 def test_ready_does_not_wait(pauses: list[float]) -> None:
@@ -197,20 +285,121 @@ def test_ready_does_not_wait(pauses: list[float]) -> None:
     assert pauses == []
 
 
+# --- time ----------------------------------------------------------------------------------------
+
+
+def recording(answer: httpx.Response) -> tuple[Handler, list[httpx.Request]]:
+    requests: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return answer
+
+    return handler, requests
+
+
+def test_the_server_is_told_how_long_a_call_may_take() -> None:
+    handler, sent = recording(httpx.Response(200, json=TEXT))
+    client = scripted(handler, timeout=20.0)
+    client.generate("a")
+    client.generate("a", timeout=5.0)
+    client.generate("a", timeout=None)
+    told = [float(request.headers["x-request-timeout"]) for request in sent]
+    assert told == pytest.approx([20.0, 5.0, 20.0], abs=0.5)
+    waited = [request.extensions["timeout"] for request in sent]
+    assert [w["read"] > t for w, t in zip(waited, told, strict=True)] == [True] * 3
+    assert waited[0]["connect"] == 10.0
+    assert waited[1]["connect"] == pytest.approx(5.0, abs=0.5)
+
+
+def test_without_a_timeout_the_server_s_own_holds() -> None:
+    handler, sent = recording(httpx.Response(200, json=TEXT))
+    scripted(handler, timeout=None).generate("a")
+    assert "x-request-timeout" not in sent[0].headers
+    assert sent[0].extensions["timeout"]["read"] is None
+
+
+def test_tries_share_the_time_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(seqserve.retries.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(seqserve.client.time, "sleep", sleep)
+    monkeypatch.setattr(seqserve.retries.random, "random", lambda: 0.0)
+    handler, sent = recording(envelope(429, "overloaded", **{"retry-after": "4"}))
+    with pytest.raises(OverloadedError):
+        scripted(handler, timeout=10.0, retries=9).generate("a")
+    assert [request.headers["x-request-timeout"] for request in sent] == [
+        "10.000",
+        "6.000",
+        "2.000",
+    ]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_timeout_without_time_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout must be above 0 seconds, got {timeout}"):
+        Client(timeout=timeout)
+    handler, _ = answering(httpx.Response(200, json=TEXT))
+    with pytest.raises(ValueError, match="timeout"):
+        scripted(handler).generate("a", timeout=timeout)
+    with pytest.raises(ValueError, match="retries must be at least 0, got -1"):
+        Client(retries=-1)
+
+
+# --- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_of_another_major_version_is_a_clear_error(status: int) -> None:
+    major = int(seqserve.__version__.partition(".")[0]) + 1
+    version = f"{major}.4.2"
+    headers = {"x-seqserve-version": version}
+    handler, _ = answering(httpx.Response(status, json=TEXT, headers=headers))
+    client = scripted(handler)
+    for call in (lambda: client.generate("a"), lambda: list(client.stream("a")), client.ready):
+        with pytest.raises(VersionError, match=f"the server is seqserve {version}"):
+            call()
+
+
+@pytest.mark.parametrize("version", [None, "{major}.999.0", "{major}.0.1+local"])
+def test_any_server_of_the_same_major_version_will_do(version: str | None) -> None:
+    major = seqserve.__version__.partition(".")[0]
+    headers = {} if version is None else {"x-seqserve-version": version.format(major=major)}
+    later = {**TEXT, "added": {"later": [1]}, "details": {**DETAILS, "also": None}}
+    handler, _ = answering(httpx.Response(200, json=later, headers=headers))
+    assert scripted(handler).generate("a").generated_text == "HH AH"
+
+
+@pytest.mark.anyio
+async def test_the_server_tells_its_version(client: AsyncClient) -> None:
+    for path in ("/health", "/info", "/nowhere"):
+        response = await client._http.get(path)
+        assert response.headers["x-seqserve-version"] == seqserve.__version__
+
+
 # --- both clients --------------------------------------------------------------------------------
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    def signatures(kind: type) -> dict[str, str]:
+    def plain(signature: inspect.Signature) -> str:
+        text = str(signature).replace("Async", "").replace("None, None]", "None]")
+        return re.sub(r"Awaitable\[(\w+)\]", r"\1", text)
+
+    def signatures(kind: type) -> dict[str, list[str]]:
         methods = inspect.getmembers(kind, inspect.isfunction)
         return {
-            name.replace("__a", "__"): str(inspect.signature(method))
-            .replace("Async", "")
-            .replace("None, None]", "None]")
+            name.replace("__a", "__").replace("aclose", "close"): [
+                plain(inspect.signature(each)) for each in (method, *get_overloads(method))
+            ]
             for name, method in methods
         }
 
     assert signatures(Client) == signatures(AsyncClient)
+    assert signatures(Stream) == signatures(AsyncStream)
+    assert len(signatures(Client)["generate"]) == 3  # overloads are compared too
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +462,9 @@ async def test_logits_are_lists_where_numpy_is_not_installed(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = await client.logits("hello", ["HH", "W"], positions="all")
-    monkeypatch.setattr(seqserve.calls.importlib.util, "find_spec", lambda _: None)
-    lists = await client.logits("hello", ["HH", "W"], positions="all")
+    monkeypatch.setattr(seqserve.arrays.importlib.util, "find_spec", lambda _: None)
+    bare = AsyncClient(http=client._http)
+    lists = await bare.logits("hello", ["HH", "W"], positions="all")
     for array, plain in zip(arrays, lists, strict=True):
         assert isinstance(plain.logits, list)
         assert plain.target_ids == array.target_ids
@@ -291,27 +481,27 @@ async def test_the_other_calls(client: AsyncClient) -> None:
     assert (await client.detokenize(tokens.ids, side="source")).text == "fox"
     assert [d.text for d in await client.detokenize([[13], [6]])] == ["HH", "AH"]
     assert (await client.info()).models[0].name == "native"
+    assert [model.name for model in await client.models()] == ["native"]
     assert await client.ready()
     with pytest.raises(InvalidRequestError, match="top_p must be in"):
         await client.generate("a", {"top_p": 2.0})
 
 
-def test_safetensors_are_read_as_the_library_writes_them() -> None:
-    from safetensors.numpy import save
-
-    tensors = {
-        "logits": np.arange(6, dtype=np.float32).reshape(1, 2, 3),
-        "ids": np.array([[1, 2]], dtype=np.int64),
-    }
-    read = read_safetensors(save(tensors))
-    assert read.keys() == tensors.keys()
-    for name, array in tensors.items():
-        assert read[name].dtype == array.dtype
-        assert np.array_equal(read[name], array)
-
-
-def test_logits_default_to_nothing() -> None:
-    assert Logits([1]) == Logits([1], None, None, None)
+@pytest.mark.anyio
+async def test_arrays_are_tensors_where_they_are_asked_for(client: AsyncClient) -> None:
+    with_torch = AsyncClient(http=client._http, arrays="torch")
+    for positions in ("last", "all"):
+        arrays = await client.logits("hello", ["HH", "W K"], positions=positions)
+        tensors = await with_torch.logits("hello", ["HH", "W K"], positions=positions)
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert isinstance(tensor.logits, torch.Tensor)
+            assert tensor.target_ids == array.target_ids
+            np.testing.assert_allclose(tensor.logits.numpy(), array.logits, atol=1e-4)
+    attention = await with_torch.attention("hello", "HH AH", dtype="float16")
+    assert attention.cross.dtype == torch.float16
+    assert attention.cross.shape == (2, 4, 3, 6)
+    best = await with_torch.logits("hello", top_k=3)
+    assert best.ids.dtype == torch.int64
 
 
 @pytest.mark.anyio
@@ -387,8 +577,9 @@ async def test_attention_is_lists_where_numpy_is_not_installed(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = await client.attention("hello", ["HH", "W K"])
-    monkeypatch.setattr(seqserve.calls.importlib.util, "find_spec", lambda _: None)
-    lists = await client.attention("hello", ["HH", "W K"])
+    monkeypatch.setattr(seqserve.arrays.importlib.util, "find_spec", lambda _: None)
+    bare = AsyncClient(http=client._http)
+    lists = await bare.attention("hello", ["HH", "W K"])
     for array, plain in zip(arrays, lists, strict=True):
         assert isinstance(plain, Attention)
         assert isinstance(plain.cross, list)
@@ -481,16 +672,27 @@ def test_events_come_as_they_are_sent() -> None:
     assert last.details.finish_reason == "eos_token"
     assert stream.closed
     parameters = {"details": True}
-    sent = {"model": "g2p", "inputs": "cat", "timeout": 3.0, "parameters": parameters}
+    sent = {"model": "g2p", "inputs": "cat", "parameters": parameters}
     assert bodies == [{**sent, "stream": True}]
 
 
-def test_closing_a_stream_closes_the_connection() -> None:
+def test_leaving_a_loop_over_a_stream_closes_the_connection() -> None:
     client, stream, _ = streaming(token_event(0, "a"), LAST)
     for _ in client.stream("cat"):
         break
     assert stream.closed
     assert stream.sent == 1
+
+
+def test_leaving_a_stream_s_block_closes_the_connection() -> None:
+    client, stream, _ = streaming(token_event(0, "a"), LAST)
+    with client.stream("cat") as events:
+        for _ in events:
+            break
+        assert not stream.closed  # it may be gone on with
+    assert stream.closed
+    assert stream.sent == 1
+    assert list(events) == []
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
@@ -514,7 +716,7 @@ def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
         (b"data: no json\n\n", SeqserveError, "cannot be read: no json"),
         (b"data: cut o", NoConnectionError, "ended before its last event"),
         (httpx.RemoteProtocolError("peer closed"), NoConnectionError, "peer closed"),
-        (httpx.ReadTimeout("slow"), NoConnectionError, "slow"),
+        (httpx.ReadTimeout("slow"), DeadlineError, "slow"),
     ],
     ids=str,
 )
@@ -580,8 +782,10 @@ async def test_a_stream_is_refused_as_other_calls_are(client: AsyncClient) -> No
             pass
     with pytest.raises(NotFoundError):
         await anext(client.stream("a", model="none"))
-    async with aclosing(client.stream("hello")) as events:
+    async with client.stream("hello") as events:
         assert (await anext(events)).index == 0
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
 
 
 # --- keys ----------------------------------------------------------------------------------------
@@ -605,3 +809,22 @@ def test_a_key_is_given_or_comes_from_the_environment(
         monkeypatch.setenv("SEQSERVE_API_KEY", variable)
     with Client(api_key=given) as client:
         assert client._http.headers.get("authorization") == sent
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "asked"),
+    [
+        (None, None, "http://127.0.0.1:8000"),
+        ("http://v:1", None, "http://v:1"),
+        ("", None, "http://127.0.0.1:8000"),
+        ("http://v:1", "http://g:2", "http://g:2"),
+    ],
+)
+def test_an_address_is_given_or_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, asked: str
+) -> None:
+    monkeypatch.delenv("SEQSERVE_URL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SEQSERVE_URL", variable)
+    with Client(given) as client:
+        assert client._http.base_url == asked

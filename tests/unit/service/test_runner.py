@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
+import service.runner
 from model.sequence import Event, FailureEvent, TokenEvent
 from seqserve.errors import (
     DeadlineError,
@@ -229,7 +231,7 @@ async def test_an_engine_that_breaks_fails_everything_and_takes_no_more(
         with pytest.raises(UnavailableError, match="has failed"):
             async with runner.submitted([row()], SOON):
                 pass
-    assert "device lost" in caplog.text
+    assert "engine of model fake failed: RuntimeError in " in caplog.text
     assert ends == ["the engine of model fake has failed"]
 
 
@@ -302,7 +304,7 @@ async def test_an_engine_that_cannot_be_made_at_first_is_the_starter_s_to_hear_o
     assert not runner.ready
 
 
-async def test_words_that_were_not_meant_for_callers_stay_in_the_log(
+async def test_words_that_were_not_meant_for_callers_are_told_nowhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, sick = FakeEngine(), row()
@@ -312,7 +314,8 @@ async def test_words_that_were_not_meant_for_callers_stay_in_the_log(
         with pytest.raises(GenerationFailedError) as failed:
             await ticket.result()
     assert "/home" not in str(failed.value)
-    assert "/home/me: index out of range" in caplog.text
+    assert "model fake failed on an input: IndexError in " in caplog.text
+    assert "/home" not in caplog.text
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
@@ -375,3 +378,56 @@ async def test_figures_count_rows_of_every_step() -> None:
     async with running(engine) as runner, runner.submitted(works, SOON) as ticket:
         await ticket.result()
     assert figures.rows_per_step == [0, 1, 1, 0, 0]
+
+
+async def test_an_engine_that_hangs_in_a_step_does_not_hold_the_end_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.runner, "LAST_STEP_SECONDS", 0.05)
+    engine = FakeEngine()
+    async with running(engine) as runner, runner.submitted([row()], SOON) as ticket:
+        with engine.held_up():
+            await until_it_steps(engine)
+            await asyncio.wait_for(runner.stop(), SOON)
+            assert "engine of model fake hangs in a step" in caplog.text
+            with pytest.raises(UnavailableError):
+                await ticket.result()
+
+
+async def test_the_queue_is_left_when_a_row_lives_even_if_there_is_nothing_to_tell_yet() -> None:
+    engine = FakeEngine()
+    engine.mute = True
+    async with running(engine) as runner, runner.submitted([row()], SOON) as ticket:
+        await until_it_steps(engine)
+        while ticket.began is None:  # noqa: ASYNC110 - the event loop hears of it in a moment
+            await asyncio.sleep(0.001)
+        assert runner.oldest_waiting == 0.0
+        assert ticket.first_token is None
+        engine.mute = False
+        assert tokens(await ticket.result()) == [1, 2, 3]
+
+
+async def test_time_that_has_passed_before_counts_towards_the_deadline() -> None:
+    long_ago = time.perf_counter() - 2.0
+    engine = FakeEngine()
+    async with running(engine) as runner:
+        with pytest.raises(DeadlineError, match=r"1.5 seconds"):
+            async with runner.submitted([row()], 1.5, since=long_ago):
+                pass
+        assert engine.submitted == []
+        async with runner.submitted([row()], 2.0 + SOON, since=long_ago) as ticket:
+            await ticket.result()
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+async def test_what_an_engine_says_when_it_fails_is_logged_at_debug_alone(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(level)
+    broken = FakeEngine()
+    broken.explode = KeyError("a caller's text")
+    async with running(broken, FakeEngine()) as runner, runner.submitted([row()], SOON) as ticket:
+        with pytest.raises(GenerationFailedError):
+            await ticket.result()
+    assert "engine of model fake failed: KeyError in tests.fake_engine.step:" in caplog.text
+    assert ("a caller's text" in caplog.text) == (level == "DEBUG")

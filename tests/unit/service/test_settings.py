@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from model.config import EngineConfig
 from service.cli import SERVING
 from service.hub import HubModel
-from service.settings import Settings, engine_config, named_model
+from service.settings import Pair, Settings, engine_config, named_model
 
 DOCS = Path(__file__).parents[3] / "docs" / "settings.md"
 OPERATIONS = DOCS.with_name("operations.md")
@@ -79,6 +79,24 @@ def test_models_of_the_hub_are_named() -> None:
 def test_half_a_model_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="NAME=DIR"):
         named_model(text)
+
+
+def test_pairs_are_read_and_belong_to_models() -> None:
+    settings = Settings(pairs=("en-de=a", "zh_Hans-mul=b", "fr-en=a"))
+    assert settings.pairs_of(["a", "b", "c"]) == {
+        "a": [Pair("en", "de", "a"), Pair("fr", "en", "a")],
+        "b": [Pair("zh_Hans", "mul", "b")],
+        "c": [],
+    }
+    assert str(Pair.read("en-de=a")) == "en-de=a"
+    with pytest.raises(ValueError, match="en-de=a names no model of this server; there are: x"):
+        settings.pairs_of(["x"])
+
+
+@pytest.mark.parametrize("text", ["", "en=a", "en-de", "en-de=", "english-de=a", "en-de-fr=a"])
+def test_what_is_no_pair_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="SOURCE-TARGET=NAME"):
+        Settings(pairs=(text,))
 
 
 def test_two_models_of_one_name_are_refused() -> None:

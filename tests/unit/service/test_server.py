@@ -1,0 +1,34 @@
+"""What asyncio reports of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+
+from service.server import LoopErrors
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_too_many_open_files_are_told_of_once_in_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, errors = asyncio.get_running_loop(), LoopErrors()
+    full = {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")}
+    for _ in range(2000):
+        errors(loop, full)
+    assert [record.getMessage() for record in caplog.records] == [
+        "too many open files: new connections must wait until others are closed"
+    ]
+    monkeypatch.setattr("service.server.QUIET_SECONDS", 0.0)
+    errors._quiet_until = 0.0
+    errors(loop, full)
+    errors(loop, full)
+    assert len(caplog.records) == 3
+
+
+async def test_anything_else_is_told_as_asyncio_does(caplog: pytest.LogCaptureFixture) -> None:
+    LoopErrors()(asyncio.get_running_loop(), {"message": "something else"})
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
