@@ -13,7 +13,7 @@ import model.loader
 from model.config import EngineConfig
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.packing import Int8Linear, PackedLinear, can_pack, can_quantize
+from model.packing import Int8Linear, PackedLinear, can_pack, can_quantize, round_up
 from model.sequence import Decoding, Forward, Sequence, TokenEvent
 from tests.builders import make_native_model, make_tutorial_model
 
@@ -115,6 +115,13 @@ def test_an_output_without_weights_is_its_bias() -> None:
     plain.weight[1] = 0.0
     found = Int8Linear(plain)(torch.randn(2, 4))
     assert torch.equal(found[:, 1], plain.bias[1].expand(2))
+
+
+def test_rows_are_rounded_up_to_few_numbers() -> None:
+    found = [round_up(rows) for rows in range(9000)]
+    assert all(rows <= up <= 1.34 * rows or rows in (3, 5) for rows, up in enumerate(found))
+    assert len(set(found)) < 50
+    assert found[:11] == [0, 1, 2, 4, 4, 8, 8, 8, 8, 10, 10]
 
 
 # --- whole models ------------------------------------------------------------------------------
