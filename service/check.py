@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,12 +127,13 @@ def reference_tokens(both: Both, source: Sequence[int], **options: Any) -> list[
     """What `generate` says of one source, without decoder start and what follows `</s>`."""
     ids = torch.tensor([list(source)])
     answers = both.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return [cut(answer[1:].tolist(), both.ours.spec.eos_id) for answer in answers]
+    return [cut(answer[1:].tolist(), both.ours.spec.eos_ids) for answer in answers]
 
 
-def cut(ids: list[int], eos: int | None) -> list[int]:
-    """Up to the first `</s>`."""
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
+def cut(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Up to the first token that ends a target."""
+    end = next((i for i, id in enumerate(ids) if id in ends), len(ids))
+    return ids[: end + 1]
 
 
 # --- ours ----------------------------------------------------------------------------------------

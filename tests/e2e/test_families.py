@@ -14,8 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from service.check import cut
 from tests.parity import tokenizer_files as files
-from tests.parity.checkpoints import cut
 from tests.parity.families import reference_model
 
 from .conftest import PATIENCE, ROOT, Server, serving
@@ -102,7 +102,7 @@ class Reference:
             asked["decoder_start_token_id"] = self._language(tgt)
         ids = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         [answer] = self.network.generate(**ids, **asked).tolist()
-        return cut(answer[1:], self.network.config.eos_token_id)
+        return cut(answer[1:], {self.network.config.eos_token_id})
 
     def _language(self, code: str) -> int:
         of_m2m = hasattr(self.tokenizer, "get_lang_id")
