@@ -46,7 +46,7 @@ test: check ## Format, lint and type checks, then the tests: ARGS="-k name" pick
 # Only root can install a browser; whoever is not gets told the command.
 test-browser: setup ## The page in a real browser, and its pictures in docs/pictures
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[browser]"
-	@command -v chromium chromium-browser >/dev/null || { \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
 		test "$$(id -u)" = 0 && apt-get update && apt-get install --yes --no-install-recommends chromium; } || { \
 		echo "the page's tests need chromium: sudo apt-get install chromium" >&2; exit 1; }
 	PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)

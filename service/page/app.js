@@ -91,7 +91,8 @@ function end(signal) {
 // --- what is answered ----------------------------------------------------------------------------
 
 function showRequest(request, opening) {
-  Object.assign(state, { request, opening, sequences: [], shown: 0 });
+  const sequences = [{ tokens: [...request.kept], text: opening }];
+  Object.assign(state, { request, opening, sequences, shown: 0 });
   strip.show(request.kept);
   byId("answer").textContent = opening;
   byId("answer").classList.add("growing");

@@ -25,6 +25,9 @@ from tests.soak.wire import Reply
 LIMITS = Limits(
     max_body_bytes=1 << 16,
     max_inputs=64,
+    max_characters=100_000,
+    max_beams=32,
+    max_return_sequences=64,
     max_queue=64,
     max_queue_tokens=10**6,
     max_rows=32,
