@@ -16,10 +16,12 @@ from tokenizers import models, pre_tokenizers, trainers
 from model.checkpoint import ModelError
 from model.families import bart, t5
 from model.loader import load_model
-from service.check import Both, reference_tokens
+from service.check import Both, check, reference_tokens
+from tests.e2e.test_families import PUBLISHED, publish
 from tests.parity.checkpoints import ATOL, SIZES, enliven, largest_difference, our_defaults
 from tests.parity.test_bart_tokenizers import TEXTS, sentences
 from tests.parity.test_t5 import reference_model as t5_reference
+from tests.parity.tokenizer_files import write_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -124,6 +126,13 @@ def test_several_tokens_may_end_a_target(place: str, directory: Path) -> None:
             assert our_defaults(both, source, **asked) == expected
             ends |= {tokens[-1] for tokens in expected if len(tokens) < 20}
     assert ends == set(named)
+
+
+@pytest.mark.parametrize("name", ["mbart-large-en-ro", "small100"])
+def test_a_sound_multilingual_model_passes_the_check_with_texts(name: str, tmp_path: Path) -> None:
+    publish(tmp_path, PUBLISHED[name], write_pieces(tmp_path / "sentencepiece.bpe.model"))
+    report = check(load_model(tmp_path, "cpu"), ["the moon reads 42"])
+    assert report.equal, report.findings
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
