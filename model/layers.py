@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+UNLIKELY = 1e-3
+"""Of a token's smoothed probability, what it keeps where unsmoothing leaves it none."""
+
 Sublayer = Callable[[Tensor], Tensor]
 Activation = Callable[[Tensor], Tensor]
 
@@ -571,6 +574,32 @@ class BiasedOutput(nn.Module):
         """``[rows, dim]`` -> ``[rows, vocab]``."""
         logits: Tensor = self.projection(hidden)
         return logits + self.bias
+
+
+class UnsmoothedOutput(nn.Module):
+    """An output layer that takes the label smoothing of its training back out.
+
+    A model trained on targets of ``(1 - s) p + s / vocab`` (section 5.4 of the paper) learns to say
+    that in place of ``p``: never sure, with some probability for every token. Solved for ``p``, its
+    probabilities are those of the data again. The order of tokens stays.
+
+    Args:
+        projection: ``[..., dim] -> [..., vocab]``, often tied to an embedding.
+        smoothing: ``s``, the mass that was spread over the vocabulary.
+    """
+
+    def __init__(self, projection: nn.Linear, smoothing: float) -> None:
+        super().__init__()
+        self.projection = projection
+        self.smoothing = smoothing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., dim]`` -> ``[..., vocab]``."""
+        smoothed = self.projection(hidden).float().log_softmax(dim=-1)
+        spread = self.smoothing / smoothed.shape[-1]
+        unsmoothed = (smoothed.exp() - spread).clamp(min=0.0).log()
+        # A token with less than its share of the spread mass keeps a trace, and so its place.
+        return torch.maximum(unsmoothed, smoothed + math.log(UNLIKELY)).to(hidden.dtype)
 
 
 class ScaledOutput(nn.Module):

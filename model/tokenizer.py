@@ -270,7 +270,8 @@ def build_tokenizer(
 
     Args:
         granularity: what a token is.
-        fold: lower-case, strip accents and write typographic apostrophes and hyphens plainly.
+        fold: lower-case, strip accents and write typographic apostrophes and hyphens plainly;
+            characters lose hyphens and spaces too where `texts` have none.
         vocab_size: upper bound, for SentencePiece only.
     """
     if granularity == "sentencepiece":
@@ -292,11 +293,16 @@ def _build_word_level(texts: Iterable[str], granularity: Granularity, fold: bool
         if by_character
         else pre_tokenizers.WhitespaceSplit()
     )
-    normalizer = _folding() if fold else normalizers.NFC()
+    normalizer: normalizers.Normalizer = _folding() if fold else normalizers.NFC()
     counts: Counter[str] = Counter()
     for text in texts:
         pieces = splitter.pre_tokenize_str(normalizer.normalize_str(text))
         counts.update(piece for piece, _ in pieces)
+    if fold and by_character:
+        # Learned from single words: a compound or several words are read as one long word, where
+        # an `<unk>` that no training text had would spoil all.
+        joiners = [normalizers.Replace(joiner, "") for joiner in "- " if joiner not in counts]
+        normalizer = normalizers.Sequence([normalizer, *joiners])
     tokens = [*SPECIAL_TOKENS, *sorted(counts.keys() - set(SPECIAL_TOKENS))]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))

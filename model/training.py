@@ -7,6 +7,7 @@ a resumed run goes on exactly as if it had never stopped.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from model.checkpoint import Checkpoint
 from model.evaluation import Evaluation, Pair, evaluate
-from model.families.seqserve import MODEL_TYPES, TransformerConfig, build
-from model.loader import load_model
+from model.families.seqserve import (
+    MODEL_TYPES,
+    TransformerConfig,
+    build,
+    parse,
+    tokenizers,
+)
+from model.loader import choose_device, load_model, read_config
 from model.steppers import pad_rows
-from model.tokenizer import Granularity, build_tokenizer
+from model.tokenizer import Granularity, Tokenizer, build_tokenizer
+
+MAY_DIFFER = ("dropout", "max_src", "max_tgt", "undo_label_smoothing")
+"""What of a model's shape no weight depends on."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,13 @@ class TrainingConfig:
         batch_tokens: rows x longest side of a batch, at most.
         learning_rate: the peak, reached after `warmup_steps` (at most a fifth of the run), then
             down a cosine to 0.
-        label_smoothing: mass spread over the vocabulary.
+        label_smoothing: mass spread over the vocabulary; taken back out of what is served.
         weight_decay: decoupled (AdamW), on matrices only.
         clip_norm: bound on the gradient's norm.
         average_decay: decay of the exponential moving average of the weights, which is shipped.
-        bfloat16: run matrix products in bfloat16; weights, sums and the optimizer stay float32.
+        bfloat16: run the network in bfloat16; weights, averages and the optimizer stay float32.
+        start_from: directory of a model of the same shape and vocabularies, whose weights to begin
+            with; empty begins with random ones.
         evaluate_every: epochs between dev evaluations.
         checkpoint_every: steps between checkpoints.
         seed: of the split, the initial weights, the data order and dropout.
@@ -66,6 +79,7 @@ class TrainingConfig:
     clip_norm: float = 1.0
     average_decay: float = 0.9995
     bfloat16: bool = False
+    start_from: str = ""
     evaluate_every: int = 1
     checkpoint_every: int = 500
     seed: int = 1
@@ -222,6 +236,36 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     )
 
 
+def vocabulary(tokenizer: Tokenizer) -> list[str]:
+    """Every token, by id."""
+    return [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+
+
+def bfloat16_copy(model: nn.Module) -> nn.Module:
+    """A network to take gradients with at half the memory traffic.
+
+    Its weights and all it computes are bfloat16, but for softmax, loss and position encodings. A
+    step changes weights by less than bfloat16 can tell, so `model` keeps them in float32.
+    """
+    network = copy.deepcopy(model)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return network
+
+
+def hand_gradients_over(network: nn.Module, model: nn.Module) -> None:
+    """Give `model` the gradients of its copy, in its own dtype; nothing where they are one."""
+    for computed, kept in zip(network.parameters(), model.parameters(), strict=True):
+        kept.grad = None if computed.grad is None else computed.grad.to(kept.dtype)
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, network: nn.Module) -> None:
+    """Give the copy the weights of `model`; nothing where they are one."""
+    if network is not model:
+        torch._foreach_copy_(list(network.parameters()), list(model.parameters()))
+
+
 class WeightAverage:
     """Exponential moving average of a model's weights, with a short memory at first."""
 
@@ -249,7 +293,10 @@ class Trainer:
         shape: sizes of the model, fields of `TransformerConfig`; vocabularies, and maximum lengths
             where not given, come from the data.
         config: how to train.
-        device: where.
+        device: where; see `choose_device`.
+
+    Raises:
+        ValueError: `config` does not fit the data, the device or the model to start from.
     """
 
     def __init__(
@@ -262,7 +309,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.out = out
-        self.device = torch.device(device)
+        self.device = choose_device(device)
         train, self.dev = split_by_source(pairs, config.dev_size, config.seed)
         self.source = build_tokenizer(
             [s for s, _ in train], config.source_tokens, config.fold_source, config.vocab_size
@@ -286,6 +333,9 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = build(self.shape).to(self.device)
+        if config.start_from:
+            self._take_weights(Path(config.start_from))
+        self.network = bfloat16_copy(self.model) if config.bfloat16 else self.model
         self.optimizer = make_optimizer(self.model, config)
         self.average = WeightAverage(self.model, config.average_decay)
         self.step = 0
@@ -323,28 +373,47 @@ class Trainer:
         """Have `run` return behind the running step, with a checkpoint to go on from exactly."""
         self._interrupted = True
 
+    def _take_weights(self, directory: Path) -> None:
+        """Begin with a trained model's weights, which must mean here what they meant there."""
+        then, now = (
+            {k: v for k, v in asdict(shape).items() if k not in MAY_DIFFER}
+            for shape in (parse(read_config(directory)), self.shape)
+        )
+        if changed := [f"{k} is {v}, not {now[k]}" for k, v in then.items() if v != now[k]]:
+            raise ValueError(f"start_from: in {directory} {'; '.join(changed)}")
+        sides = zip(
+            ("source", "target"), tokenizers(directory), (self.source, self.target), strict=True
+        )
+        for side, theirs, ours in sides:
+            if theirs is None or vocabulary(theirs) != vocabulary(ours):
+                raise ValueError(f"start_from: {directory} has another {side} vocabulary")
+        checkpoint = Checkpoint.open(directory)
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(checkpoint.read(name))
+
     def _plan(self, epoch: int) -> list[list[int]]:
         seed = self.config.seed * 1_000_003 + epoch
         return plan_epoch(self.examples, self.config.batch_tokens, seed)
 
     def _learn(self, batch: Batch, steps: int) -> float:
-        self.model.train()
+        self.network.train()
         batch = batch.to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, steps, self.config)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            _, loss = self.model(
-                batch.src,
-                batch.tgt,
-                batch.targets,
-                src_lengths=batch.src_lengths,
-                label_smoothing=self.config.label_smoothing,
-            )
-        self.optimizer.zero_grad(set_to_none=True)
+        _, loss = self.network(
+            batch.src,
+            batch.tgt,
+            batch.targets,
+            src_lengths=batch.src_lengths,
+            label_smoothing=self.config.label_smoothing,
+        )
+        self.network.zero_grad(set_to_none=True)
         loss.backward()
+        hand_gradients_over(self.network, self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.average.update(self.model, self.step)
+        round_weights(self.model, self.network)
         self.step += 1
         return float(loss.detach())
 
@@ -396,6 +465,7 @@ class Trainer:
         if changed:
             raise ValueError(f"{path} was made with other settings: {'; '.join(changed)}")
         self.model.load_state_dict(state["model"])
+        round_weights(self.model, self.network)
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.load(state["average"])
         self.step = state["step"]
@@ -409,7 +479,8 @@ class Trainer:
         with replacing(self.out / "model.safetensors") as partial:
             save_file(tensors, partial)
             partial.chmod(0o644)  # the library writes for its owner only
-        write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(self.shape)})
+        served = replace(self.shape, undo_label_smoothing=self.config.label_smoothing)
+        write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(served)})
         self.source.save(self.out / f"source_tokenizer{self.source.suffix}")
         self.target.save(self.out / f"target_tokenizer{self.target.suffix}")
         report = {

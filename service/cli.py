@@ -352,6 +352,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoint in --out, if there is one.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes CUDA when there is one.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves it to torch.")] = 0,
     **options: Any,
 ) -> None:
@@ -376,7 +379,7 @@ def train(
         _fail(f"{data}: no such file")
     if threads:
         torch.set_num_threads(threads)
-    trainer = _trainer(data, out, options)
+    trainer = _trainer(data, out, device, options)
     try:
         resumed = resume and trainer.resume()
     except ValueError as error:
@@ -391,7 +394,7 @@ def train(
     typer.echo(f"written to {out}; serve it with: seqserve serve --model {out}")
 
 
-def _trainer(data: Path, out: Path, options: dict[str, Any]) -> Trainer:
+def _trainer(data: Path, out: Path, device: str, options: dict[str, Any]) -> Trainer:
     from model.training import Trainer, TrainingConfig, read_pairs
 
     shape = given({name: options[name] for name in _names(SHAPE)})
@@ -401,7 +404,7 @@ def _trainer(data: Path, out: Path, options: dict[str, Any]) -> Trainer:
             choices = ", ".join(option.choices)
             _fail(f"{option.typed} must be one of {choices}, got {settings[option.name]!r}")
     try:
-        return Trainer(read_pairs(data), out, shape, TrainingConfig(**settings))
+        return Trainer(read_pairs(data), out, shape, TrainingConfig(**settings), device)
     except (ValueError, OSError) as error:
         _fail(str(error))
 

@@ -19,6 +19,9 @@ ID_LISTS = ("input_ids", "prompt", "target_ids", "target_prefix_ids")
 FOR_EACH = (*dict.fromkeys((*TEXTS, *ID_LISTS)), "parameters", "src_lang", "tgt_lang")
 """Fields that may have an entry for each input or answer."""
 
+MAX_FIELDS = 1000
+"""Of one object; the largest that a schema takes is `logit_bias`."""
+
 
 def check_body(body: Any, settings: Settings) -> None:
     """Refuse a body that asks for more than the server allows. Other mistakes are left alone.
@@ -28,6 +31,8 @@ def check_body(body: Any, settings: Settings) -> None:
     """
     if not isinstance(body, dict):
         return
+    for place, value in _objects(body):
+        _check_fields(place, value)
     for name in FOR_EACH:
         _check_count(name, body.get(name), settings.max_inputs)
     for place, text in _texts(body):
@@ -37,6 +42,15 @@ def check_body(body: Any, settings: Settings) -> None:
                 "allowed (max_characters)",
                 place,
             )
+
+
+def _check_fields(place: str, value: dict[str, Any]) -> None:
+    """pydantic would collect an error for each field, only for the first to be told."""
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequestError(
+            f"{place or 'the body'} must have at most {MAX_FIELDS} entries, got {len(value)}",
+            place or None,
+        )
 
 
 def _check_count(name: str, value: Any, limit: int) -> None:
@@ -54,17 +68,27 @@ def _texts(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts whose length no schema bounds, and how messages call them."""
     for name in TEXTS:
         yield from _strings(name, body.get(name))
+    for place, parameters in _parameters(body):
+        yield from _strings(f"{place}.target_prefix", parameters.get("target_prefix"))
+
+
+def _objects(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects whose number of fields no schema bounds in time, and how messages call them."""
+    for place, value in [("", body), *_parameters(body)]:
+        yield place, value
+        biases = value.get("logit_bias")
+        if isinstance(biases, dict):
+            yield f"{place}.logit_bias".removeprefix("."), biases
+
+
+def _parameters(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is asked of the decoding, for all inputs or for each."""
     for place, value in _entries("parameters", body.get("parameters")):
         if isinstance(value, dict):
-            yield from _prefixes(place, value)
-
-
-def _prefixes(place: str, parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from _strings(f"{place}.target_prefix", parameters.get("target_prefix"))
-    further = parameters.get("generate_parameters")
-    if isinstance(further, dict):
-        name = f"{place}.generate_parameters.target_prefix"
-        yield from _strings(name, further.get("target_prefix"))
+            yield place, value
+            further = value.get("generate_parameters")
+            if isinstance(further, dict):
+                yield f"{place}.generate_parameters", further
 
 
 def _strings(place: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -54,13 +54,24 @@ TRAINING = [
     _training("batch_tokens", int, "2000", "Rows times longest side of a batch, at most."),
     _training("learning_rate", float, "0.001", "The peak, reached after --warmup-steps."),
     _training("warmup_steps", int, "1000", "Steps of rising learning rate; a cosine follows."),
-    _training("label_smoothing", float, "0.1", "Probability mass spread over the vocabulary."),
+    _training(
+        "label_smoothing",
+        float,
+        "0.1",
+        "Probability mass spread over the vocabulary; taken back out of what is served.",
+    ),
     _training("weight_decay", float, "0.01", "Decoupled (AdamW), on matrices only."),
     _training("clip_norm", float, "1", "Bound on the gradient's norm."),
     _training(
         "average_decay", float, "0.9995", "Decay of the moving average of weights that is shipped."
     ),
-    _training("bfloat16", bool, "", "Run matrix products in bfloat16."),
+    _training("bfloat16", bool, "", "Run the network in bfloat16; weights stay float32."),
+    _training(
+        "start_from",
+        str,
+        "",
+        "Directory of a model of the same shape and vocabularies, whose weights to begin with.",
+    ),
     _training("evaluate_every", int, "1", "Epochs between evaluations on the dev sources."),
     _training("checkpoint_every", int, "500", "Steps between checkpoints."),
     _training("seed", int, "1", "Of the split, the weights, the data's order and dropout."),

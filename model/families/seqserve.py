@@ -2,7 +2,8 @@
 
 Differences from the paper, each because it trains better in few hours on a CPU: pre-norm with a
 final norm (Xiong et al., 2020), dropout on attention weights too, output layer tied to the target
-embedding (Press and Wolf, 2017, https://arxiv.org/abs/1608.05859) where the config says so.
+embedding (Press and Wolf, 2017, https://arxiv.org/abs/1608.05859) where the config says so. And
+one for those who take probabilities at their word: label smoothing is undone in what is served.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from model.layers import (
     MultiHeadAttention,
     PreNorm,
     SinusoidalPositions,
+    UnsmoothedOutput,
     token_table,
 )
 from model.loader import Blueprint
@@ -53,6 +55,8 @@ class TransformerConfig:
             `</s>` included.
         dropout: on embeddings, attention weights and residual branches while training.
         tie_output: whether the output layer is the target embedding.
+        undo_label_smoothing: the label smoothing of the training, which the output layer takes back
+            out; 0 while training.
         pad_id, bos_id, eos_id, unk_id: special ids, the same on both sides; `bos_id` starts the
             decoder.
     """
@@ -68,6 +72,7 @@ class TransformerConfig:
     max_tgt: int = 64
     dropout: float = 0.1
     tie_output: bool = True
+    undo_label_smoothing: float = 0.0
     pad_id: int = 0
     bos_id: int = 1
     eos_id: int = 2
@@ -107,12 +112,14 @@ def build(config: TransformerConfig) -> Transformer:
         ],
         LayerNorm(dim),
     )
-    output = nn.Linear(dim, config.tgt_vocab_size, bias=False)
+    projection = nn.Linear(dim, config.tgt_vocab_size, bias=False)
+    smoothing = config.undo_label_smoothing
+    output = UnsmoothedOutput(projection, smoothing) if smoothing else projection
     model = Transformer(encoder, decoder, output, config.pad_id)
-    if not output.weight.is_meta:
+    if not projection.weight.is_meta:
         initialise(model)
     if config.tie_output:
-        output.weight = decoder.embedding.tokens.weight
+        projection.weight = decoder.embedding.tokens.weight
     return model
 
 
@@ -123,7 +130,11 @@ def blueprint(
     shape = parse(config)
     with torch.device("meta"):
         network = build(shape)
-    names = {name: name for name, _ in network.named_parameters()}
+    # Trained without what undoes the smoothing, the output layer is stored as if it were bare.
+    names = {
+        name: name.replace("output.projection.", "output.")
+        for name, _ in network.named_parameters()
+    }
     model_spec = with_generation(spec(shape), generation)
     return Blueprint(network, model_spec, names, partial(CachedStepper, network, model_spec))
 
@@ -152,6 +163,8 @@ def parse(config: Mapping[str, Any]) -> TransformerConfig:
         raise ModelError(f"missing keys: {', '.join(missing)}")
     shape = TransformerConfig(**given)
     _check_ids(shape)
+    if shape.undo_label_smoothing >= 1:
+        raise ModelError(f"undo_label_smoothing must be below 1, got {shape.undo_label_smoothing}")
     return shape
 
 

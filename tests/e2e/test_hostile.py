@@ -247,11 +247,13 @@ def test_a_file_of_keys_that_is_not_there_ends_the_process(model: Path, tmp_path
 
 
 def test_probes_are_answered_while_large_bodies_come_in(server: Server) -> None:
-    lists = b'{"input_ids": [' + b",".join([b"[]"] * 300_000) + b"]}"
+    lists = b'{"input_ids": [' + b",".join([b"[]"] * 600_000) + b"]}"
+    fields = b",".join(b'"%d": "x"' % number for number in range(300_000))
+    biases = b'{"inputs": "a", "parameters": {"logit_bias": {' + fields + b"}}}"
     text = b'{"inputs": "' + b"x" * 4_000_000 + b'"}'
     slowest = 0.0
     with ThreadPoolExecutor(4) as callers:
-        running = [callers.submit(post, server, body) for body in (lists, text) * 4]
+        running = [callers.submit(post, server, body) for body in (lists, text, biases) * 3]
         while not all(call.done() for call in running):
             began = time.monotonic()
             assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200

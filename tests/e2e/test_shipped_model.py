@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from model.evaluation import evaluate
+from model.evaluation import evaluate, translate
 from model.loader import LoadedModel, load_model
 from model.training import read_pairs
 from seqserve import Client
@@ -64,13 +64,53 @@ def test_64_callers_get_what_each_would_get_alone_in_shared_steps(server: Server
     assert batches.max_rows > 8
 
 
-def test_the_error_rate_on_300_held_out_words_is_the_card_s(model: LoadedModel) -> None:
+def test_the_figures_on_300_held_out_words_are_the_card_s(model: LoadedModel) -> None:
     figures = evaluate(model, read_pairs(WEIGHTS / "dev-sample.tsv"))
     expected = json.loads((WEIGHTS / "training.json").read_text())["dev_sample"]
     assert figures.sources == 300
     assert abs(figures.error_rate - expected["error_rate"]) < 0.01
     assert abs(figures.token_error_rate - expected["token_error_rate"]) < 0.005
-    assert figures.error_rate < 0.30
+    assert abs(figures.calibration_error - expected["calibration_error"]) < 0.02
+    assert 0.15 < figures.error_rate < 0.28
+
+
+def test_answers_are_neither_empty_nor_endless(model: LoadedModel) -> None:
+    words = [source for source, _ in read_pairs(WEIGHTS / "dev-sample.tsv")]
+    odd = ["a", "x", "'s", "a" * 20, "zzzzzzzz", "bcdfghjklm", "aeiouaeiou", "o'o'o'o"]
+    for word, answer in zip(words + odd, translate(model, words + odd), strict=True):
+        phonemes = answer.text.split()
+        assert 1 <= len(phonemes) < model.spec.default_max_new_tokens, word
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("O’Brien", "o'brien"),
+        ("‘tis", "'tis"),
+        ("Zoë", "zoe"),
+        ("façade", "facade"),
+        ("McDONALD", "mcdonald"),
+        ("Jean‑Luc", "jeanluc"),
+        ("co-op", "coop"),
+        ("New York", "newyork"),
+    ],
+)
+def test_words_as_people_write_them_have_no_unknown_letter(
+    server: Server, written: str, read: str
+) -> None:
+    with Client(server.url) as client:
+        answers = client.generate([written, read], {"details": True})
+    assert answers[0].details
+    assert answers[0].details.unknown_tokens == 0
+    assert answers[0].generated_text == answers[1].generated_text
+
+
+def test_several_words_at_once_are_each_answered_as_alone(server: Server) -> None:
+    words = ["Zoë", "co-op", "don't", "Elizabeth", "rhythm"]
+    with Client(server.url) as client:
+        alone = [client.generate(word).generated_text for word in words]
+        assert [answer.generated_text for answer in client.generate(words)] == alone
+    assert len(set(alone)) == len(words)
 
 
 def test_a_word_longer_than_any_in_training_is_refused_with_both_counts(server: Server) -> None:

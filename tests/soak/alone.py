@@ -183,6 +183,6 @@ def replay(model: LoadedModel, request: GenerateRequest, seed: int) -> list[list
     return decisions(generator.answer(plan, events).model_dump())
 
 
-def _noisy(step: Any, draw: torch.Generator, rows: Any) -> Tensor:
-    logits: Tensor = step(rows)
+def _noisy(step: Any, draw: torch.Generator, rows: Any, first: int = 0) -> Tensor:
+    logits: Tensor = step(rows, first)
     return logits + (torch.rand(logits.shape, generator=draw) - 0.5) * MARGIN

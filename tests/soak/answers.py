@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from seqserve.calls import read_attention, read_logits
+from seqserve.arrays import read_attention, read_logits
 from tests.soak.traffic import Question
 from tests.soak.wire import Reply
 
@@ -82,9 +82,9 @@ def _check_sequence(number: int, told: list[Any]) -> None:
 
 def _tensors(question: Question, body: bytes) -> list[Any]:
     if question.path == "/attention":
-        read: list[Any] = list(read_attention(body))
+        read: list[Any] = list(read_attention(body, "numpy"))
     else:
-        read = list(read_logits(body, question.body["positions"] == "last"))
+        read = list(read_logits(body, question.body["positions"] == "last", "numpy"))
     return [
         {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in asdict(answer).items()}
         for answer in read

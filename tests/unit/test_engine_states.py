@@ -85,10 +85,10 @@ class SmallStepper:
     def keep(self, rows: Sequence[int]) -> None:
         self.cached = [list(self.cached[row]) for row in rows]
 
-    def forward(self, passes: Sequence[Forward]) -> list[Tensor]:
+    def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         if any(work.src[0] == SICK for work in passes):
             raise RuntimeError("sick")
-        return [logits_of(work.src, work.tgt)[None] for work in passes]
+        return [ForwardEvent(work, logits_of(work.src, work.tgt)[None]) for work in passes]
 
     def attention(self, passes: Sequence[Forward]) -> list[AttentionMaps]:
         raise NotImplementedError

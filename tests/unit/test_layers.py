@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.layers import (
+    UNLIKELY,
     BesselLayerNorm,
     BiasedOutput,
     Dropout,
@@ -25,6 +26,7 @@ from model.layers import (
     RMSNorm,
     ScaledOutput,
     SinusoidalPositions,
+    UnsmoothedOutput,
     attention,
     attention_weights,
     causal_mask,
@@ -528,6 +530,27 @@ def test_an_output_may_scale_what_it_is_given() -> None:
     projection = nn.Linear(3, 5, bias=False)
     hidden = torch.randn(2, 3)
     close(ScaledOutput(projection, 0.25)(hidden), projection(hidden) / 4)
+
+
+def test_unsmoothing_gives_the_probabilities_before_smoothing() -> None:
+    probabilities = torch.tensor([[0.7, 0.3, 0.0], [0.05, 0.05, 0.9]])
+    projection = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(projection.weight)
+    output = UnsmoothedOutput(projection, smoothing=0.3)
+    smoothed = 0.7 * probabilities + 0.3 / 3
+    logits = output(smoothed.log())
+    close(logits.softmax(dim=-1), probabilities, atol=2e-4)  # a trace is left to the third token
+    close(logits[1], (0.7 * probabilities[1]).log())
+
+
+def test_unsmoothing_keeps_the_order_of_tokens_below_the_spread_mass() -> None:
+    projection = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(projection.weight)
+    output = UnsmoothedOutput(projection, smoothing=0.4)
+    smoothed = torch.tensor([0.83, 0.1, 0.06, 0.01])  # the spread mass of each is 0.1
+    logits = output(smoothed.log())
+    close(logits.exp(), torch.tensor([0.73, UNLIKELY * 0.1, UNLIKELY * 0.06, UNLIKELY * 0.01]))
+    assert output(torch.tensor([500.0, 0.0, -500.0, 0.0])).isfinite().all()
 
 
 def test_a_table_of_positions_that_no_memory_holds_is_not_begun() -> None:

@@ -179,6 +179,8 @@ NATIVE_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tie_output": 1}, "tie_output must be"),
     ({"dropout": "none"}, "dropout must be"),
     ({"dropout": 1.5}, "dropout must be in"),
+    ({"undo_label_smoothing": 1.0}, "undo_label_smoothing must be below 1, got 1.0"),
+    ({"undo_label_smoothing": -0.1}, "undo_label_smoothing must be at least 0, got -0.1"),
     ({"pad_id": 99}, "pad_id must be"),
     ({"eos_id": 99}, "eos_id must be"),
 ]

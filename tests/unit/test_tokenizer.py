@@ -132,6 +132,16 @@ def test_folding_writes_plain_small_letters(text: str, folded: str) -> None:
     assert UNK not in tokenizer.encode([text])[0]
 
 
+def test_folding_joins_what_was_learned_without_hyphens_and_spaces() -> None:
+    words = build_tokenizer(["newyork", "coop"], "char", fold=True)
+    assert round_trip(words, "New York") == "newyork"
+    assert round_trip(words, " co‐op ") == "coop"
+    phrases = build_tokenizer(["new york", "co-op"], "char", fold=True)
+    assert round_trip(phrases, "New York") == "new york"
+    assert round_trip(phrases, "co‐op") == "co-op"
+    assert UNK in build_tokenizer(["newyork"], "char").encode(["new york"])[0]
+
+
 def test_folding_decides_the_vocabulary_too() -> None:
     tokenizer = build_tokenizer(["É’E", "e'"], "char", fold=True)
     assert tokenizer.vocab_size == len(SPECIAL_TOKENS) + 2

@@ -282,6 +282,8 @@ def test_training_mistakes_are_named(data: Path, tmp_path: Path) -> None:
         (("--source-tokens", "bytes"), "--source-tokens must be one of char, whitespace"),
         (("--dev-size", "400"), "dev_size must be under"),
         (("--dim", "15"), "15"),
+        (("--device", "tpu"), "device must be auto, cpu or cuda, got 'tpu'"),
+        (("--start-from", "/nowhere"), "/nowhere"),
     ):
         done = train(data, tmp_path / "out", *arguments)
         assert done.exit_code == 2, done.output

@@ -15,6 +15,8 @@ from tests.builders import make_native_model
 
 SETTINGS = Settings(max_inputs=2, max_characters=3)
 
+MANY = [str(number) for number in range(1001)]
+
 
 @pytest.mark.parametrize(
     "body",
@@ -32,6 +34,8 @@ SETTINGS = Settings(max_inputs=2, max_characters=3)
         {"inputs": ["a"], "parameters": [5, {}]},
         {"inputs": "a", "parameters": {"target_prefix": ["long enough"] * 0}},
         {"inputs": "a", "other": ["abcd"] * 9},
+        {"parameters": {"logit_bias": dict.fromkeys(MANY[1:], 1)}},
+        {"parameters": {"logit_bias": [1] * 1001}},
     ],
 )
 def test_what_is_within_the_limits_or_wrong_otherwise_passes(body: Any) -> None:
@@ -62,9 +66,24 @@ def test_what_is_within_the_limits_or_wrong_otherwise_passes(body: Any) -> None:
             "parameters[1].target_prefix",
             "parameters[1].target_prefix has 4 characters",
         ),
+        (dict.fromkeys(MANY, 1), None, "the body must have at most 1000 entries, got 1001"),
+        ({"parameters": dict.fromkeys(MANY, 1)}, "parameters", "parameters must have at most 1000"),
+        ({"logit_bias": dict.fromkeys(MANY, 1)}, "logit_bias", "logit_bias must have at most 1000"),
+        (
+            {"parameters": [{}, {"logit_bias": dict.fromkeys(MANY, 1)}]},
+            "parameters[1].logit_bias",
+            "parameters[1].logit_bias must have at most 1000 entries, got 1001",
+        ),
+        (
+            {"parameters": {"generate_parameters": {"logit_bias": dict.fromkeys(MANY, 1)}}},
+            "parameters.generate_parameters.logit_bias",
+            "got 1001",
+        ),
     ],
 )
-def test_too_much_is_refused_with_value_and_limit(body: Any, param: str, message: str) -> None:
+def test_too_much_is_refused_with_value_and_limit(
+    body: Any, param: str | None, message: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_body(body, SETTINGS)
     assert caught.value.param == param

@@ -81,6 +81,7 @@ def test_errors_speak_of_options() -> None:
             TransformerConfig,
             {
                 *("src_vocab_size", "tgt_vocab_size", "max_src", "max_tgt", "tie_output"),
+                "undo_label_smoothing",
                 *("pad_id", "bos_id", "eos_id", "unk_id"),
             },
         ),

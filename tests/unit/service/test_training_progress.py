@@ -14,7 +14,7 @@ from service.training_progress import show_progress
 STATES = [
     Progress(1, 1200, 0, 3.5, 1234.0),
     Progress(2, 1200, 0, 3.25, 1234.0),
-    Progress(2, 1200, 0, 3.25, 1234.0, Evaluation(1, 50, 0.5, 0.125)),
+    Progress(2, 1200, 0, 3.25, 1234.0, Evaluation(1, 50, 0.5, 0.125, 0.25)),
     Progress(1200, 1200, 9, 0.5, 1234.0),
 ]
 
