@@ -1,8 +1,9 @@
 """Beam search over the rows of one sequence, step for step as `transformers` 5 does it.
 
 A search keeps `num_beams` live hypotheses, each a row of the batch, and the `num_beams` best
-finished ones. Every step takes the ``2 * num_beams`` best continuations of all live hypotheses:
-those among the first `num_beams` of them that end are finished, the best that do not end live on.
+finished ones. Every step takes the ``2 * num_beams`` best continuations of all live hypotheses, and
+`num_beams` more for each further token that ends a target: those among the first `num_beams` of
+them that end are finished, the best that do not end live on.
 A finished hypothesis' score is its summed log-probability over ``length ** length_penalty``, where
 length counts generated tokens, `</s>` included.
 
@@ -67,13 +68,16 @@ class BeamSearch:
     Args:
         sequence: what is searched for; its `decoding.num_beams` is the width.
         finish_reason: why a row ends after its latest token, or None.
+        ends: how many tokens end a target.
 
     Attributes:
         rows: the live hypotheses, best first.
         told: what is reported of their tokens.
     """
 
-    def __init__(self, sequence: Row, finish_reason: Callable[[Row], FinishReason | None]) -> None:
+    def __init__(
+        self, sequence: Row, finish_reason: Callable[[Row], FinishReason | None], ends: int = 1
+    ) -> None:
         self.sequence = sequence
         decoding = sequence.decoding
         self.width = decoding.num_beams
@@ -83,6 +87,7 @@ class BeamSearch:
         ]
         self.told = [Told()] * self.width
         self._finish_reason = finish_reason
+        self._candidates = max(2, 1 + ends) * self.width  # so many that `width` of them live on
         # All beams are the same at first: only the first one may be continued.
         self._scores = torch.full((self.width,), NOTHING)
         self._scores[0] = 0.0
@@ -104,7 +109,7 @@ class BeamSearch:
         """
         vocab = scores.shape[-1]
         continued = (scores + self._scores[:, None]).flatten()
-        values, indices = continued.topk(min(2 * self.width, len(continued)))
+        values, indices = continued.topk(min(self._candidates, len(continued)))
         parents, tokens = (indices // vocab).tolist(), (indices % vocab).tolist()
         candidates = [
             replace_tokens(self.rows[parent], token)

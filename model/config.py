@@ -82,7 +82,7 @@ class ModelSpec:
         pad_id: fills short rows up; never a real token's id on the source side.
         decoder_start_ids: what every target starts with, before any prefix. Empty where the
             source itself is what the decoder continues (`source_is_target`).
-        eos_id: ends a target; None where only length does.
+        eos_ids: any of them ends a target, the first is `</s>`; without any, only length does.
         unk_id: what unknown source pieces become, or None.
         max_src: source tokens the model takes, `</s>` included.
         max_tgt: decoder positions: start, prefix and generated tokens but the last.
@@ -97,7 +97,7 @@ class ModelSpec:
     tgt_vocab_size: int
     pad_id: int
     decoder_start_ids: tuple[int, ...]
-    eos_id: int | None
+    eos_ids: tuple[int, ...]
     unk_id: int | None
     max_src: int
     max_tgt: int
@@ -105,6 +105,11 @@ class ModelSpec:
     source_is_target: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     tasks: Mapping[str, Task] = field(default_factory=dict)
+
+    @property
+    def eos_id(self) -> int | None:
+        """`</s>`, where there is one."""
+        return self.eos_ids[0] if self.eos_ids else None
 
     def under(self, task: Task) -> ModelSpec:
         """The same model as it is in one of its tasks."""

@@ -144,12 +144,11 @@ def ban_words(scores: Tensor, history: History, words: BannedWords) -> Tensor:
 
 
 def ban_early_end(scores: Tensor, history: History, minimum: Tensor) -> Tensor:
-    """Ban `</s>` until `minimum` tokens are generated, itself not counted. No-op: 0."""
-    if history.spec.eos_id is None:
-        return scores
+    """Ban what ends a target until `minimum` tokens are generated, itself not counted. No-op: 0."""
     too_early = history.generated_lengths < minimum
     end = torch.zeros_like(scores, dtype=torch.bool)
-    end[:, history.spec.eos_id] = too_early
+    for id in history.spec.eos_ids:
+        end[:, id] = too_early
     return scores.masked_fill(end, BANNED)
 
 
@@ -267,11 +266,11 @@ class BannedWords:
 
     @classmethod
     def of(cls, words: Sequence[Any], spec: ModelSpec, device: torch.device) -> BannedWords:
-        """``words``: one tuple of token sequences per row; `</s>` alone is never banned."""
+        """``words``: one tuple of token sequences per row; an end alone is never banned."""
         groups: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for row, sequences in enumerate(words):
             for sequence in sequences:
-                if sequence != (spec.eos_id,):
+                if len(sequence) > 1 or sequence[0] not in spec.eos_ids:
                     groups.setdefault(len(sequence), []).append((row, sequence))
         return cls(
             tuple(
@@ -380,7 +379,7 @@ def token_limit(row: Row, spec: ModelSpec) -> int:
 
 def finish_reason(row: Row, spec: ModelSpec) -> FinishReason | None:
     """Why a row ends after its latest token, or None."""
-    if row.tokens[-1] == spec.eos_id:
+    if row.tokens[-1] in spec.eos_ids:
         return "eos_token"
     if row.decoding.stop is not None and row.decoding.stop(row.tokens):
         return "stop_sequence"

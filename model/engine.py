@@ -230,7 +230,7 @@ class Engine:
         for sequence in joining:
             if sequence.decoding.num_beams > 1:
                 paused = self._paused.get(sequence)
-                searches[sequence] = paused or BeamSearch(sequence, self._finish_reason)
+                searches[sequence] = paused or self._new_search(sequence)
                 rows.extend(searches[sequence].rows)
             else:
                 rows.append(sequence)
@@ -382,6 +382,9 @@ class Engine:
                 sequence.finish_reason = best.finish_reason
             events.append(_token_event(sequence, index, best.tokens[index], told, hypotheses))
         return True
+
+    def _new_search(self, sequence: Sequence) -> BeamSearch:
+        return BeamSearch(sequence, self._finish_reason, len(self.spec.eos_ids))
 
     def _finish_reason(self, row: Sequence) -> FinishReason | None:
         return finish_reason(row, self.spec)

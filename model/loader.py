@@ -209,7 +209,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         ModelError: no such directory or file, or not a JSON object.
     """
     if not directory.is_dir():
-        raise ModelError(f"{directory}: no such directory")
+        fault = "not a directory but a file" if directory.exists() else "no such directory"
+        raise ModelError(f"{directory}: {fault}")
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory}: no config.json in it")

@@ -232,6 +232,16 @@ class Options:
             )
         return int(value)
 
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or several; none where the key is absent or null."""
+        value = self.take(name)
+        ids = value if isinstance(value, list) else [value]
+        if value is None:
+            return ()
+        if not _is_ids(ids, vocab_size):
+            raise ModelError(f"{self.prefix}{name} must be ids in [0, {vocab_size}), got {value!r}")
+        return tuple(dict.fromkeys(ids))
+
     def sequences(self, name: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
         """Lists of token ids."""
         value = self.take(name, [])
@@ -388,7 +398,7 @@ def read_spec(
     if options.denies("forced_eos_token_id"):
         tokens = replace(tokens, forced_eos=None)
     pad = options.token("pad_token_id", min(vocab_sizes))
-    ids = _ids(options, size)
+    ids, ends = _ids(options, size), options.tokens("eos_token_id", size)
     forced_bos = options.flag("force_bos_token_to_be_generated")
     defaults, new_tokens = read_defaults(options, size)
     tasks = read_tasks(options, size)
@@ -404,6 +414,7 @@ def read_spec(
         own = Options(generation, "generation_config.json")
         own.ignore(["pad_token_id"])
         ids |= {name: id for name, id in _ids(own, size).items() if id is not None}
+        ends = own.tokens("eos_token_id", size) or ends
         defaults, new_tokens = read_defaults(own, size)
         own.finish()
     starts = (tokens.start, ids["bos"], tokens.bos)
@@ -415,7 +426,7 @@ def read_spec(
         tgt_vocab_size=size,
         pad_id=_known("pad_token_id", min(vocab_sizes), pad, tokens.pad),
         decoder_start_ids=(_known("decoder_start_token_id", size, ids["start"], *starts),),
-        eos_id=_known("eos_token_id", size, ids["eos"], tokens.eos),
+        eos_ids=ends or (_known("eos_token_id", size, tokens.eos),),
         unk_id=None,
         max_src=max_length,
         max_tgt=max_length,
@@ -470,7 +481,7 @@ def with_generation(spec: ModelSpec, generation: Mapping[str, Any] | None) -> Mo
 
 
 def _ids(options: Options, size: int) -> dict[str, int | None]:
-    names = {"bos": "bos_token_id", "eos": "eos_token_id", "start": "decoder_start_token_id"}
+    names = {"bos": "bos_token_id", "start": "decoder_start_token_id"}
     return {ours: options.token(theirs, size) for ours, theirs in names.items()}
 
 

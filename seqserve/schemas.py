@@ -627,7 +627,12 @@ class ModelInfo(Answer):
     decoder_start_ids: list[int] | None = Field(
         None, description="What every target begins with, before any prefix or forced token."
     )
-    eos_token_id: int | None = Field(None, description="Null: only length ends a target.")
+    eos_token_id: int | None = Field(
+        None, description="The first of `eos_token_ids`; null where only length ends a target."
+    )
+    eos_token_ids: list[int] | None = Field(
+        None, description="Any of them ends a target that is generated."
+    )
     cache_bytes_per_source_token: int | None = Field(
         None,
         description="Of cross-attention's keys and values and the encoder's output, in the "

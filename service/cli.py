@@ -460,6 +460,8 @@ def _load(model: str, settings: Settings) -> LoadedModel:
 
 def _check_directory(directory: Path) -> None:
     """What can be seen without loading."""
+    if directory.is_file():
+        _fail(f"{directory}: not a directory but a file")
     if not directory.is_dir():
         _fail(f"{directory}: no such directory")
     if not (directory / "config.json").is_file():

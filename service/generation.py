@@ -163,7 +163,7 @@ class Generator:
             id=event.token,
             text=spelled.text,
             logprob=shortest(event.logprob),
-            special=spelled.special or event.token == self.spec.eos_id,
+            special=spelled.special or event.token in self.spec.eos_ids,
         )
 
     def top_tokens(self, event: TokenEvent) -> list[Token]:
@@ -175,7 +175,7 @@ class Generator:
             id=id,
             text=self.target.name(id),
             logprob=shortest(candidate.logprob),
-            special=id in self.target.special_ids or id == self.spec.eos_id,
+            special=id in self.target.special_ids or id in self.spec.eos_ids,
         )
 
     def _tell(self, plan: Plan, run: Run) -> Generated:

@@ -113,7 +113,7 @@ class Inspector:
         logprobs: list[float] = event.logprobs[:, 0].tolist()
         total = sum(logprobs)
         mean = total / len(logprobs)
-        special = self.target.special_ids | {self.spec.eos_id}
+        special = self.target.special_ids | {*self.spec.eos_ids}
         texts = _texts(self.target, labels)
         return ScoreResponse(
             tokens=[

@@ -421,6 +421,7 @@ def facts_of(loaded: LoadedModel) -> dict[str, Any]:
         "max_target_tokens": spec.max_tgt,
         "decoder_start_ids": list(spec.decoder_start_ids),
         "eos_token_id": spec.eos_id,
+        "eos_token_ids": list(spec.eos_ids),
         "tasks": tasks_of(spec),
         "default_decoding": default_decoding(spec.defaults),
         "default_max_new_tokens": spec.default_max_new_tokens,

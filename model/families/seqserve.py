@@ -183,7 +183,7 @@ def spec(shape: TransformerConfig) -> ModelSpec:
         tgt_vocab_size=shape.tgt_vocab_size,
         pad_id=shape.pad_id,
         decoder_start_ids=(shape.bos_id,),
-        eos_id=shape.eos_id,
+        eos_ids=(shape.eos_id,),
         unk_id=shape.unk_id,
         max_src=shape.max_src,
         max_tgt=shape.max_tgt,

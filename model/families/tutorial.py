@@ -175,7 +175,7 @@ def spec(config: TutorialConfig) -> ModelSpec:
         tgt_vocab_size=config.vocab_size,
         pad_id=0,  # only fills up what masks hide; 0 is an ordinary token
         decoder_start_ids=(),
-        eos_id=config.eos_token_id,
+        eos_ids=() if config.eos_token_id is None else (config.eos_token_id,),
         unk_id=None,
         max_src=config.block_size,
         max_tgt=config.block_size,

@@ -102,7 +102,7 @@ class Reference:
             asked["decoder_start_token_id"] = self._language(tgt)
         ids = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         [answer] = self.network.generate(**ids, **asked).tolist()
-        return cut(answer[1:], self.network.config.eos_token_id)
+        return cut(answer[1:], {self.network.config.eos_token_id})
 
     def _language(self, code: str) -> int:
         of_m2m = hasattr(self.tokenizer, "get_lang_id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from tokenizers import models, pre_tokenizers, trainers
 from model.checkpoint import ModelError
 from model.families import bart, t5
 from model.loader import load_model
-from service.check import Both, reference_tokens
+from service.check import Both, check, reference_tokens
+from tests.e2e.test_families import PUBLISHED, publish
 from tests.parity.checkpoints import ATOL, SIZES, enliven, largest_difference, our_defaults
 from tests.parity.test_bart_tokenizers import TEXTS, sentences
 from tests.parity.test_t5 import reference_model as t5_reference
+from tests.parity.tokenizer_files import write_pieces
 
 transformers = pytest.importorskip("transformers", reason="the reference is not installed")
 
@@ -100,6 +103,36 @@ def test_unknown_keys_that_are_null_ask_for_nothing(directory: Path) -> None:
     add(directory / "generation_config.json", wings=2, feet=None)
     with pytest.raises(ModelError, match=r"generation_config\.json: unknown keys: wings$"):
         load_model(directory, "cpu")
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+def test_several_tokens_may_end_a_target(place: str, directory: Path) -> None:
+    plain = read(directory)
+    said = [our_defaults(plain, source, max_new_tokens=20)[0] for source in plain.sources(6)]
+    common = Counter(token for answer in said for token in answer[1:-1])
+    named = [2, *(token for token, _ in common.most_common(2))]
+    add(directory / "generation_config.json", eos_token_id=2, decoder_start_token_id=2)
+    if place == "config.json":
+        (directory / "generation_config.json").unlink()
+        add(directory / "config.json", forced_eos_token_id=None)
+    add(directory / place, eos_token_id=named, bad_words_ids=[[named[1]], [5]])
+    both = read(directory)
+    assert both.ours.spec.eos_ids == tuple(named)
+    ends = set()
+    for source in both.sources(6):
+        for asked in ({}, {"min_new_tokens": 5}, {"num_beams": 3}, {"num_beams": 4}):
+            asked |= {"max_new_tokens": 20}
+            expected = reference_tokens(both, source, **asked)
+            assert our_defaults(both, source, **asked) == expected
+            ends |= {tokens[-1] for tokens in expected if len(tokens) < 20}
+    assert ends == set(named)
+
+
+@pytest.mark.parametrize("name", ["mbart-large-en-ro", "small100"])
+def test_a_sound_multilingual_model_passes_the_check_with_texts(name: str, tmp_path: Path) -> None:
+    publish(tmp_path, PUBLISHED[name], write_pieces(tmp_path / "sentencepiece.bpe.model"))
+    report = check(load_model(tmp_path, "cpu"), ["the moon reads 42"])
+    assert report.equal, report.findings
 
 
 # --- tokenizers ----------------------------------------------------------------------------------

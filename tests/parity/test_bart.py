@@ -151,7 +151,8 @@ def test_the_keys_of_published_configs_are_accepted(tmp_path: Path) -> None:
         ({"d_model": ...}, "missing key: d_model"),
         ({"d_model": "24"}, "d_model must be an integer of at least 1, got '24'"),
         ({"d_model": 25}, "dim must be a multiple of heads"),
-        ({"eos_token_id": [2, 3]}, r"eos_token_id must be one id in \[0, 53\), got \[2, 3\]"),
+        ({"eos_token_id": [2, 53]}, r"eos_token_id must be ids in \[0, 53\), got \[2, 53\]"),
+        ({"eos_token_id": []}, r"eos_token_id must be ids in \[0, 53\), got \[\]"),
         ({"scale_embedding": 1}, "scale_embedding must be true or false, got 1"),
     ],
 )
@@ -248,11 +249,11 @@ def test_a_published_model_says_what_its_authors_library_says() -> None:
     found = {e.sequence: e.hypotheses for e in engine.run() if getattr(e, "hypotheses", ())}
     decode = model.target_tokenizer.decode
     for case, row, search in zip(cases, rows, searches, strict=True):
-        assert row.tokens == cut(case["greedy_ids"][1:], 2)
+        assert row.tokens == cut(case["greedy_ids"][1:], {2})
         assert decode(row.tokens) == case["greedy"]
         hypotheses = found[search]
         assert [list(h.tokens) for h in hypotheses] == [
-            cut(ids[1:], 2) for ids in case["beam4_ids"]
+            cut(ids[1:], {2}) for ids in case["beam4_ids"]
         ]
         assert [decode(h.tokens) for h in hypotheses] == case["beam4"]
         assert [h.score for h in hypotheses] == pytest.approx(case["beam4_scores"], abs=1e-4)

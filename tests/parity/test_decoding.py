@@ -251,7 +251,7 @@ def warped(scores: Tensor, asked: dict[str, float]) -> Tensor:
 
 
 def ours(scores: Tensor, decodings: Sequence[Decoding]) -> Tensor:
-    spec = ModelSpec("test", 9, scores.shape[1], 0, (1,), 2, None, 9, 9, 9)
+    spec = ModelSpec("test", 9, scores.shape[1], 0, (1,), (2,), None, 9, 9, 9)
     rows = [Row([4], [1], decoding) for decoding in decodings]
     history = History(rows, spec, torch.device("cpu"))
     return ProcessorBatch(decodings, spec, torch.device("cpu"))(scores, history)

@@ -69,7 +69,7 @@ def test_rows_with_prefixes_of_different_lengths_decode_side_by_side(tmp_path: P
                 max_new_tokens=30,
                 num_beams=width,
             )
-            expected = cut(answer[len(prefix) :].tolist(), 1)
+            expected = cut(answer[len(prefix) :].tolist(), {1})
             assert list(found[row][0].tokens if width > 1 else row.tokens) == expected
 
 

@@ -38,8 +38,8 @@ def row(*scores: float) -> Tensor:
     return torch.tensor([scores])
 
 
-SPEC = ModelSpec("test", 10, 10, 0, (1,), 2, 3, max_src=10, max_tgt=8, default_max_new_tokens=8)
-RESUBMITTED = ModelSpec("test", 10, 10, 0, (), 2, 3, 10, 10, 10, source_is_target=True)
+SPEC = ModelSpec("test", 10, 10, 0, (1,), (2,), 3, max_src=10, max_tgt=8, default_max_new_tokens=8)
+RESUBMITTED = ModelSpec("test", 10, 10, 0, (), (2,), 3, 10, 10, 10, source_is_target=True)
 
 
 def history(*targets: list[int], vocab: int = 10) -> History:
@@ -456,6 +456,7 @@ def test_every_processor_names_a_field_and_its_no_op_changes_nothing() -> None:
     [
         (SPEC, 3, 1, [5, 2], 9, "eos_token"),
         (SPEC, 3, 1, [5, 5], 9, None),
+        (replace(SPEC, eos_ids=(2, 5)), 3, 1, [4, 5], 9, "eos_token"),
         (SPEC, 3, 1, [5, 5], 2, "length"),
         (SPEC, 3, 1, [5, 2], 2, "eos_token"),
         (SPEC, 3, 1, [5] * 7, 99, None),

@@ -41,7 +41,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """A model that only ends by length, with room for long targets."""
     directory = make_native_model(tmp_path_factory.mktemp("endless"), max_tgt=256)
     loaded = load_model(directory, device="cpu")
-    return replace(loaded, spec=replace(loaded.spec, eos_id=None))
+    return replace(loaded, spec=replace(loaded.spec, eos_ids=()))
 
 
 def random_row(rng: random.Random, model: LoadedModel, **decoding: object) -> Row:
@@ -226,7 +226,7 @@ class TestEnds:
         row = Row([7, 8, 9, 2], [1], Decoding(30))
         unended = tokens_alone(model, row)
         eos = unended[6]
-        ending = replace(model, spec=replace(model.spec, eos_id=eos))
+        ending = replace(model, spec=replace(model.spec, eos_ids=(eos,)))
         engine = Engine(ending, EngineConfig())
         engine.submit(row)
         *_, last = engine.run()

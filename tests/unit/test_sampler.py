@@ -147,7 +147,7 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_draws_follow_the_distribution_that_the_parameters_leave(asked: dict[str, Any]) -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
-    spec = ModelSpec("test", 9, 40, 0, (1,), 2, None, 9, 9, 9)
+    spec = ModelSpec("test", 9, 40, 0, (1,), (2,), None, 9, 9, 9)
     # One seed after the other, as for independent requests; others decode beside them.
     decodings = [Decoding(5, sample=True, seed=seed, **asked) for seed in range(DRAWS)]
     decodings += [Decoding(5), Decoding(5, sample=True, top_k=1)]

@@ -21,7 +21,7 @@ from tests.fake_engine import FakeEngine
 
 LETTERS = build_tokenizer(["abcdefghij"], "char")
 NUMBERS = build_tokenizer(["n0 n1 n2 n3 n4 n5 n6 n7 n8"], "whitespace")
-SPEC = ModelSpec("test", 14, 13, 0, (1,), 2, 3, 8, 60, 50)
+SPEC = ModelSpec("test", 14, 13, 0, (1,), (2,), 3, 8, 60, 50)
 
 
 @pytest.fixture

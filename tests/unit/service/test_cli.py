@@ -178,6 +178,7 @@ def test_a_bad_variable_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -
         (("serve", "--model", "x=/a", "--model", "x=/b"), "two models are called 'x'"),
         (("serve", "--max-queue", "5"), "must not be over --max-queue"),
         (("info", "/nowhere"), "/nowhere: no such directory"),
+        (("info", __file__), f"{__file__}: not a directory but a file"),
         (("train", "--data", "/nowhere", "--out", "/tmp/x"), "/nowhere: no such file"),
     ],
     ids=str,
