@@ -71,7 +71,7 @@ def documented_calls(text: str) -> list[Call]:
         for line in block.splitlines():
             if found := re.fullmatch(r"seqserve serve --model (\S+)", line):
                 model = found[1]
-            elif line.startswith("curl"):
+            elif line.startswith("curl") and model:
                 calls.append(Call(model, line))
     return calls
 
