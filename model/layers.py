@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-UNLIKELY = 1e-3
-"""Of a token's smoothed probability, what it keeps where unsmoothing leaves it none."""
+SOFTNESS = 0.05
+"""Over which part of the spread mass unsmoothing bends to zero; rounding grows by its inverse."""
 
 Sublayer = Callable[[Tensor], Tensor]
 Activation = Callable[[Tensor], Tensor]
@@ -597,9 +597,11 @@ class UnsmoothedOutput(nn.Module):
         """``[..., dim]`` -> ``[..., vocab]``."""
         smoothed = self.projection(hidden).float().log_softmax(dim=-1)
         spread = self.smoothing / smoothed.shape[-1]
-        unsmoothed = (smoothed.exp() - spread).clamp(min=0.0).log()
-        # A token with less than its share of the spread mass keeps a trace, and so its place.
-        return torch.maximum(unsmoothed, smoothed + math.log(UNLIKELY)).to(hidden.dtype)
+        # q - spread, bent so that it stays above zero and rising: where q is near the spread mass,
+        # the plain difference is of nearly equal numbers, and rounding would show in its logarithm.
+        bend = SOFTNESS * spread
+        unsmoothed = (bend * F.softplus((smoothed.exp() - spread) / bend)).log()
+        return unsmoothed.to(hidden.dtype)
 
 
 class ScaledOutput(nn.Module):

@@ -36,10 +36,6 @@ from model.loader import choose_device, load_model, read_config
 from model.steppers import pad_rows
 from model.tokenizer import Granularity, Tokenizer, build_tokenizer
 
-UNDONE = 0.9
-"""How much of the label smoothing is taken back out of what is served. Without all of it, the least
-likely tokens would be small differences of nearly equal numbers, in which rounding shows."""
-
 MAY_DIFFER = ("dropout", "max_src", "max_tgt", "undo_label_smoothing")
 """What of a model's shape no weight depends on."""
 
@@ -483,8 +479,7 @@ class Trainer:
         with replacing(self.out / "model.safetensors") as partial:
             save_file(tensors, partial)
             partial.chmod(0o644)  # the library writes for its owner only
-        smoothing = round(UNDONE * self.config.label_smoothing, 6)
-        served = replace(self.shape, undo_label_smoothing=smoothing)
+        served = replace(self.shape, undo_label_smoothing=self.config.label_smoothing)
         write_json(self.out / "config.json", {"model_type": MODEL_TYPES[0], **asdict(served)})
         self.source.save(self.out / f"source_tokenizer{self.source.suffix}")
         self.target.save(self.out / f"target_tokenizer{self.target.suffix}")
