@@ -600,7 +600,7 @@ class UnsmoothedOutput(nn.Module):
         # q - spread, bent so that it stays above zero and rising: where q is near the spread mass,
         # the plain difference is of nearly equal numbers, and rounding would show in its logarithm.
         bend = SOFTNESS * spread
-        unsmoothed = (bend * F.softplus((smoothed.exp() - spread) / bend)).log()
+        unsmoothed: Tensor = (bend * F.softplus((smoothed.exp() - spread) / bend)).log()
         return unsmoothed.to(hidden.dtype)
 
 
