@@ -135,7 +135,7 @@ class EventStream(Response):
         for place, plan in enumerate(self._plans):
             if not plan.sequences:
                 for event in streams[place].nothing():
-                    yield place, event
+                    yield place, _timed(event, ticket)
         for token in _tokens(first):
             place = places[token.sequence]
             for event in streams[place].push(token):

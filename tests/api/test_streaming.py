@@ -105,6 +105,7 @@ async def test_nothing_to_generate_is_one_event_without_a_token(client: httpx.As
     [event] = await stream(client, inputs="")
     assert (event["token"], event["generated_text"]) == (None, "")
     assert event["details"]["generated_tokens"] == 0
+    assert (event["details"]["queue_time"], event["details"]["inference_time"]) == (0.0, 0.0)
     [event] = await stream(client, inputs="hello", parameters={"max_new_tokens": 0})
     assert event["details"]["finish_reason"] == "length"
 
