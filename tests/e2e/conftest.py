@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import subprocess
@@ -109,3 +110,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path) -> Iterator[Server]:
     with serving("--model", f"tiny={model}") as server:
         yield server
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_open() -> Iterator[None]:
+    """A connection that a module leaves open is told there, not in whatever test comes next."""
+    yield
+    gc.collect()

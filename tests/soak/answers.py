@@ -127,7 +127,9 @@ def differences(alone: Any, served: Any, place: Path = ()) -> Iterator[Differenc
         for i, (a, b) in enumerate(zip(alone, served, strict=True)):
             yield from differences(a, b, (*place, i))
     elif isinstance(alone, float) and isinstance(served, float):
-        if not math.isclose(alone, served, rel_tol=RTOL, abs_tol=ATOL):
+        # A perplexity is the exponential of a log-probability: what is ATOL there is a share here.
+        share = ATOL if place and place[-1] == "perplexity" else RTOL
+        if not math.isclose(alone, served, rel_tol=share, abs_tol=ATOL):
             yield Difference(place, alone, served)
     elif type(alone) is not type(served) or alone != served:
         yield Difference(place, alone, served)

@@ -319,3 +319,12 @@ def test_percentiles_are_in_milliseconds() -> None:
 def test_an_unreadable_answer_says_why() -> None:
     with pytest.raises(UnreadableError, match="JSONDecodeError"):
         parts(QUESTION, answered(body=b"{"))
+
+
+def test_a_perplexity_may_move_as_far_as_its_logarithm() -> None:
+    def moved(name: str, served: float) -> bool:
+        return bool(list(differences({name: 33156.234}, {name: served})))
+
+    assert not moved("perplexity", 33155.887)  # by 1.05e-5 in the mean log-probability
+    assert moved("perplexity", 33150.0)  # by 1.9e-4
+    assert moved("logprob_sum", 33155.887)
