@@ -18,7 +18,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-browser soak bench check format clean tgi-client
+.PHONY: help setup serve test test-browser test-cluster soak bench check format clean tgi-client
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,14 +34,14 @@ $(STAMP): pyproject.toml
 		echo "seqserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,hub,check,dev]"
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[server,hub,check,ray,dev]"
 	@touch $@
 
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 	$(BIN)/seqserve serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: check ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
-	$(BIN)/python -m pytest $(ARGS)
+test: check ## Format, lint and type checks, then the tests, on Ray too: ARGS="-k name" picks some
+	$(BIN)/python -m pytest --on-ray $(ARGS)
 
 # Only root can install a browser; whoever is not gets told the command.
 test-browser: setup ## The page in a real browser, and its pictures in docs/pictures
@@ -53,6 +53,9 @@ test-browser: setup ## The page in a real browser, and its pictures in docs/pict
 
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+test-cluster: setup ## Kill replicas and nodes of a Ray cluster under load: ARGS="--write docs/scaling.md"
+	$(BIN)/python -m tests.cluster $(ARGS)
 
 bench: setup ## Speed beside CTranslate2 and transformers: ARGS="--shape marian-base --batch 8"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[bench]"
