@@ -1,8 +1,8 @@
 """What happens to requests while replicas and nodes die, and while versions change.
 
-A cluster of several Ray nodes on this machine: a head with the proxy, a node for each replica, and
-one to spare. Callers ask without a pause and without the SDK's retries, so that every error is
-seen; whoever gets one asks again with them.
+A cluster of several Ray nodes on this machine: a head with the proxy, and others with the replicas,
+each with room for all of them. Callers ask without a pause and without the SDK's retries, so that
+every error is seen; whoever gets one asks again with them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from service.served import generator_of
 from tests.cluster.serving import free_port
 
 REPLICAS = 2
+NODES = 2
+"""Beside the head; each has room for all replicas."""
+
+NODE_TRIES = 4
 CALLERS = 4
 CALM = 5.0
 """Seconds of load before and after each fault."""
@@ -147,11 +151,22 @@ class Faults:
     def __init__(self, versions: list[Path]) -> None:
         self._versions = versions
         self._port = free_port()
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(REPLICAS + 1)]
+        self._cluster = Cluster()
+        self._start_node(num_cpus=0, include_dashboard=False, gcs_server_port=free_port())
+        self._nodes = [self._start_node(num_cpus=REPLICAS) for _ in range(NODES)]
         ray.init(address=self._cluster.address)
         serve.start(http_options={"port": self._port})
         self.url = f"http://127.0.0.1:{self._port}"
+
+    def _start_node(self, **options: Any) -> Any:
+        """A node; a busy machine may need more than the half minute that Ray gives one to start."""
+        for tries_left in reversed(range(NODE_TRIES)):
+            try:
+                return self._cluster.add_node(**options)
+            except Exception:  # Ray raises nothing more specific
+                if not tries_left:
+                    raise
+        raise AssertionError
 
     def close(self) -> None:
         """End the cluster."""
@@ -175,21 +190,13 @@ class Faults:
 
     def kill_node(self) -> None:
         """As if the machine of a replica had lost its power."""
-        busy = {
-            node["NodeID"]
-            for node in ray.nodes()
-            if node["Alive"] and self._free_cpus(node["NodeID"]) == 0.0
-        }
+        total = ray._private.state.total_resources_per_node()
+        left = ray._private.state.available_resources_per_node()
+        busy = {node for node in left if left[node].get("CPU", 0) < total[node].get("CPU", 0)}
         node = next(each for each in self._nodes if each.node_id in busy)
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
         self._wait_for(REPLICAS, after_loss=True)
-
-    def _free_cpus(self, node: str) -> float | None:
-        """Of a node that has CPUs at all."""
-        there = ray._private.state.total_resources_per_node().get(node, {})
-        left = ray._private.state.available_resources_per_node().get(node, {})
-        return left.get("CPU", 0.0) if there.get("CPU") else None
 
     def _wait_for(self, replicas: int, after_loss: bool = False) -> None:
         deadline = time.monotonic() + PATIENCE
