@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from service.batch import Batch
 from service.cluster.command import APPLICATION
 from service.cluster.deployments import build
 from service.served import generator_of
+from tests.cluster.report import Episode
 from tests.cluster.serving import free_port
 
 REPLICAS = 2
@@ -51,31 +50,6 @@ WORDS = ["".join(letters) for letters in itertools.product("abcdef", repeat=3)]
 
 Answers = dict[str, str]
 """Word -> what a version of the model says to it."""
-
-
-@dataclass
-class Episode:
-    """What became of the requests around one fault.
-
-    Attributes:
-        seconds: each request took, retries included.
-        errors: kind of the first error that a request got -> how many got it.
-        wrong: requests with an answer that no version gives.
-        lost: requests that retries did not help either.
-        recovered: seconds until all replicas were up again, or were of the new version.
-    """
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    wrong: int = 0
-    lost: list[str] = field(default_factory=list)
-    recovered: float = 0.0
-
-    @property
-    def broken(self) -> bool:
-        """Whether a promise was."""
-        return bool(self.wrong or self.lost or not self.seconds)
 
 
 class Load:
@@ -155,7 +129,7 @@ class Faults:
         self._start_node(num_cpus=0, include_dashboard=False, gcs_server_port=free_port())
         self._nodes = [self._start_node(num_cpus=REPLICAS) for _ in range(NODES)]
         ray.init(address=self._cluster.address)
-        serve.start(http_options={"port": self._port})
+        serve.start(proxy_location="HeadOnly", http_options={"port": self._port})
         self.url = f"http://127.0.0.1:{self._port}"
 
     def _start_node(self, **options: Any) -> Any:

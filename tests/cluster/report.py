@@ -1,15 +1,13 @@
-"""The episodes as a table, and where it stands on a page."""
+"""What became of requests around faults, as a table on a page."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.soak.report import percentile
-
-if TYPE_CHECKING:
-    from tests.cluster.faults import Episode
 
 BEGIN, END = "<!-- faults: make test-cluster writes them -->", "<!-- end of the faults -->"
 
@@ -18,6 +16,31 @@ HEAD = [
     "| p50 / p99 / longest, retries included | until all replicas were up |",
     "|---|---|---|---|---|---|",
 ]
+
+
+@dataclass
+class Episode:
+    """What became of the requests around one fault.
+
+    Attributes:
+        seconds: each request took, retries included.
+        errors: kind of the first error that a request got -> how many got it.
+        wrong: requests with an answer that no version gives.
+        lost: requests that retries did not help either.
+        recovered: seconds until all replicas were up again, or were of the new version.
+    """
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    lost: list[str] = field(default_factory=list)
+    recovered: float = 0.0
+
+    @property
+    def broken(self) -> bool:
+        """Whether a promise was."""
+        return bool(self.wrong or self.lost or not self.seconds)
 
 
 def as_markdown(episodes: Sequence[Episode]) -> str:
