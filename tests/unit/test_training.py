@@ -396,6 +396,37 @@ def test_a_run_starts_from_a_trained_model_s_weights(tmp_path: Path) -> None:
     assert report["training"]["start_from"] == config.start_from
 
 
+def test_layers_on_top_of_a_start_change_nothing_at_first(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first")
+    first.run()
+    first.export()
+    deeper = trainer(
+        tmp_path / "deeper",
+        replace(CONFIG, start_from=str(tmp_path / "first")),
+        encoder_layers=SHAPE["encoder_layers"] + 1,
+        decoder_layers=SHAPE["decoder_layers"] + 2,
+    )
+    start = trainer(tmp_path / "again", replace(CONFIG, start_from=str(tmp_path / "first")))
+    batch = collate(deeper.examples[:8], deeper.shape)
+    logits = [
+        run.model.eval()(batch.src, batch.tgt, src_lengths=batch.src_lengths)[0].detach()
+        for run in (start, deeper)
+    ]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+    run_until(deeper, 2)
+    grown = deeper.model.get_parameter(
+        f"encoder.layers.{SHAPE['encoder_layers']}.feed_forward.contract.weight"
+    )
+    assert grown.abs().max() > 0, "and they learn"
+    deeper.export()
+    with pytest.raises(ValueError, match="decoder_layers is 3, not 1"):
+        trainer(
+            tmp_path / "shallower",
+            replace(CONFIG, start_from=str(tmp_path / "deeper")),
+            decoder_layers=1,
+        )
+
+
 def test_a_model_that_does_not_fit_is_no_start(tmp_path: Path) -> None:
     trainer(tmp_path).export()
     config = replace(CONFIG, start_from=str(tmp_path))
