@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -39,7 +39,6 @@ from model.sequence import (
     FinishReason,
     Forward,
     ForwardEvent,
-    Hypothesis,
     Sequence,
     TokenEvent,
 )
@@ -375,12 +374,20 @@ class Engine:
             events.append(FailureEvent(sequence, GenerationError(ALL_BANNED)))
             return True
         best = hypotheses[0]
-        for index in range(len(sequence.tokens), len(best.tokens)):
-            sequence.tokens.append(best.tokens[index])
-            told = Told(best.logprobs, best.top_tokens).at(index)
-            if index == len(best.tokens) - 1:
-                sequence.finish_reason = best.finish_reason
-            events.append(_token_event(sequence, index, best.tokens[index], told, hypotheses))
+        told = Told(best.logprobs, best.top_tokens)
+        *certain, last = (
+            _token_event(sequence, index, best.tokens[index], told.at(index))
+            for index in range(len(sequence.tokens), len(best.tokens))
+        )
+        sequence.tokens.extend(best.tokens[len(sequence.tokens) :])
+        sequence.finish_reason = best.finish_reason
+        last = replace(
+            last,
+            finish_reason=best.finish_reason,
+            hypotheses=hypotheses,
+            beam_steps=tuple(search.steps),
+        )
+        events.extend([*certain, last])
         return True
 
     def _new_search(self, sequence: Sequence) -> BeamSearch:
@@ -490,13 +497,7 @@ def _ends(sequence: Sequence, events: list[Event], carry_on: Callable[[], bool])
         return True
 
 
-def _token_event(
-    sequence: Sequence,
-    index: int,
-    token: int,
-    told: Told,
-    hypotheses: tuple[Hypothesis, ...] = (),
-) -> TokenEvent:
+def _token_event(sequence: Sequence, index: int, token: int, told: Told) -> TokenEvent:
     return TokenEvent(
         sequence=sequence,
         index=index,
@@ -504,7 +505,6 @@ def _token_event(
         logprob=told.logprobs[0] if told.logprobs else None,
         top_tokens=told.top_tokens[0] if told.top_tokens else (),
         finish_reason=sequence.finish_reason,
-        hypotheses=hypotheses if sequence.finish_reason else (),
     )
 
 
