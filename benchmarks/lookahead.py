@@ -101,7 +101,8 @@ HEADER = """
 
 def copy(loaded: LoadedModel, sizes: list[int]) -> None:
     """A random network whose guesses are right but for a share."""
-    decoding = Decoding(NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    # No token twice, as in a text: random networks say the same few ones again and again.
+    decoding = Decoding(NEW_TOKENS, min_new_tokens=NEW_TOKENS, no_repeat_ngram_size=1)
     start = list(loaded.spec.decoder_start_ids)
     for size in sizes:
         srcs = sources(size, loaded.spec.eos_id or 0)

@@ -397,7 +397,7 @@ class Engine:
     ) -> bool:
         """Give a row its token, and more for as long as guesses were right; True if it ends."""
         for i in positions:
-            if step.rows[i].last_token != row.last_token:
+            if step.rows[i].tokens[-1:] != row.tokens[-1:]:
                 return False  # the row did not say what was guessed
             if error := step.fault(i):
                 events.append(FailureEvent(row, error))
