@@ -358,6 +358,60 @@ def test_right_guesses_save_steps(model: LoadedModel) -> None:
     assert sum(trace.guessed for trace in traces) == saved  # all were right
 
 
+class Copier:
+    """A stepper of a model that says its source, but for what `edit` makes of every fifth token."""
+
+    encoder_cache = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.positions = 0
+
+    def join(self, rows: Sequence[Row]) -> None:
+        pass
+
+    def keep(self, rows: Sequence[int]) -> None:
+        pass
+
+    def accept(self, kept: Sequence[int]) -> None:
+        pass
+
+    def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
+        self.positions += len(rows)
+        return torch.stack([self._logits(row) for row in rows])
+
+    def verify(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Tensor:
+        return self.step(imagined(rows, drafts))
+
+    def _logits(self, row: Row) -> Tensor:
+        token = row.src[len(row.tokens)]
+        edited = len(row.tokens) % 5 == 4 and token != 2
+        return torch.eye(VOCAB)[(token + row.src[0]) % 18 + 4 if edited else token]
+
+
+def test_a_source_that_is_copied_with_edits_is_copied_in_few_steps(model: LoadedModel) -> None:
+    draw = random.Random(1)
+    sources = [[*draw.choices(range(4, VOCAB), k=30), 2] for _ in range(3)]
+    answers = {}
+    for lookahead in (0, 15):
+        config, traces = EngineConfig(lookahead=lookahead), list[StepTrace]()
+        copier = replace(model, spec=SPEC, stepper=Copier)  # type: ignore[arg-type]
+        engine = Engine(copier, config, traces.append)
+        engine.lookahead = Lookahead(range(VOCAB), SPEC, config) if lookahead else None
+        rows = [Row(src, [1], Decoding(40)) for src in sources]
+        for row in rows:
+            engine.submit(row)
+        list(engine.run())
+        answers[lookahead] = [row.tokens for row in rows]
+        if lookahead:
+            assert len(traces) < 25
+            guessed = sum(trace.guessed for trace in traces)
+            assert sum(trace.foretold for trace in traces) > guessed / 2
+        else:
+            assert len(traces) == 31
+    assert answers[0] == answers[15]
+    assert all(answer != src for answer, src in zip(answers[15], sources, strict=True))
+
+
 # --- passes over several positions ---------------------------------------------------------------
 
 
