@@ -448,19 +448,22 @@ def test_guesses_do_not_reach_beyond_the_last_position(model: LoadedModel) -> No
     long = Row([5, 2], [1] * 45, Decoding(4))
     short = Row([7, 8, 2], [1], Decoding(40))
     answers = [alone(endless, row) for row in (long, short)]
-    engine = Engine(endless, EngineConfig())
-    engine.lookahead = Guesses({id(short): [t for t, *_ in answers[1]]}, endless.spec, wrong=0.0)
+    traces: list[StepTrace] = []
+    engine = Engine(endless, EngineConfig(), traces.append)
+    said = [token for token, *_ in answers[1]]
+    engine.lookahead = Guesses({id(short): said}, endless.spec, wrong=0.0)
     engine.lookahead.drafts = (
         lambda rows: [  # type: ignore[method-assign]
-            [] if row is long else [t for t, *_ in answers[1]][len(row.tokens) :][:6]
-            for row in rows
+            () if row is long else said[len(row.tokens) :][:6] for row in rows
         ]
     )
     for row in (long, short):
         engine.submit(row)
     events = list(engine.run())
     for row, expected in zip((long, short), answers, strict=True):
-        assert [t for t, *_ in told(events, row)] == [t for t, *_ in expected]
+        assert told(events, row) == expected
+    assert traces[2].rows == (long, short)
+    assert traces[2].foretold == 6
 
 
 # --- faults --------------------------------------------------------------------------------------
