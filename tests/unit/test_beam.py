@@ -361,7 +361,7 @@ class TestRows:
 
     def test_a_search_wider_than_the_engine_is_refused(self, model: LoadedModel) -> None:
         engine = Engine(model, EngineConfig(max_rows=4))
-        with pytest.raises(ValueError, match="num_beams 5 is over the 4 rows"):
+        with pytest.raises(ValueError, match="num_beams must be at most 4 \\(max_rows\\), got 5"):
             engine.submit(Row([5, 2], [1], Decoding(3, num_beams=5)))
 
     def test_a_search_waits_until_all_its_rows_are_free(self, model: LoadedModel) -> None:
