@@ -404,8 +404,7 @@ def test_a_source_that_is_copied_with_edits_is_copied_in_few_steps(model: Loaded
         answers[lookahead] = [row.tokens for row in rows]
         if lookahead:
             assert len(traces) < 25
-            guessed = sum(trace.guessed for trace in traces)
-            assert sum(trace.foretold for trace in traces) > guessed / 2
+            assert sum(trace.foretold for trace in traces) > 20
         else:
             assert len(traces) == 31
     assert answers[0] == answers[15]
