@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 	$(BIN)/seqserve serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: check ## Format, lint and type checks, then the tests, on Ray too: ARGS="-k name" picks some
+test: check tgi-client ## Format, lint and type checks, then the tests, on Ray too: ARGS="-k name" picks some
 	$(BIN)/python -m pytest --on-ray $(ARGS)
 
 # Only root can install a browser; whoever is not gets told the command.

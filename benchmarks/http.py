@@ -11,49 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-import httpx
+from contextlib import ExitStack
 
 from benchmarks.checkpoints import build
 from benchmarks.load import Figures
 from benchmarks.offline import ROOT
+from benchmarks.servers import SEQSERVE, free_port, running
 
 OURS, RIVAL, PLAIN = "seqserve", "CTranslate2", "transformers"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def running(*command: str, port: int) -> Iterator[str]:
-    """A server in a process of its own, until it is ready and as long as the block lasts."""
-    process = subprocess.Popen([sys.executable, *command, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                raise SystemExit(f"{command} ended with status {process.returncode}")
-            try:
-                if httpx.get(f"{url}/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def measure(url: str, count: int, rate: float | None, seed: int, exact: bool) -> Figures:
@@ -103,8 +71,7 @@ def main() -> None:
     servers: dict[str, tuple[str, ...]] = {
         OURS: (
             *(
-                "-c",
-                "from seqserve.cli import main; main()",
+                *SEQSERVE,
                 "serve",
                 "--model",
                 str(directories["checkpoint"]),

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.sequence import Candidate, FinishReason, Hypothesis
+from model.sequence import Beam, Candidate, FinishReason, Hypothesis
 from model.sequence import Sequence as Row
 
 NOTHING = -1.0e9
@@ -42,6 +42,11 @@ class Told:
 
     logprobs: tuple[float, ...] = ()
     top_tokens: tuple[tuple[Candidate, ...], ...] = ()
+
+    @property
+    def last(self) -> float | None:
+        """The log-probability of the last token."""
+        return self.logprobs[-1] if self.logprobs else None
 
     def at(self, index: int) -> Told:
         """Of one token alone."""
@@ -73,6 +78,8 @@ class BeamSearch:
     Attributes:
         rows: the live hypotheses, best first.
         told: what is reported of their tokens.
+        steps: where asked for, the hypotheses of each step so far: the live ones, then those that
+            it finished, both best first.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class BeamSearch:
             for _ in range(self.width)
         ]
         self.told = [Told()] * self.width
+        self.steps: list[tuple[Beam, ...]] = []
         self._finish_reason = finish_reason
         self._candidates = max(2, 1 + ends) * self.width  # so many that `width` of them live on
         # All beams are the same at first: only the first one may be continued.
@@ -121,13 +129,22 @@ class BeamSearch:
             for parent, token in zip(parents, tokens, strict=True)
         ]
         ends = torch.tensor([reason is not None for reason in reasons])
-        self._take_finished(candidates, reasons, told, values, ends)
+        finished = self._take_finished(candidates, reasons, told, values, ends)
         live = values + ends.float() * NOTHING
         self._scores, chosen = live.topk(min(self.width, len(live)))
         self.rows = [candidates[i] for i in chosen.tolist()]
         self.told = [told[i] for i in chosen.tolist()]
         self._ended = bool(ends.all())
         self._judge()
+        if self.sequence.decoding.beam_steps:
+            comparable = self._by_length(values, len(self.rows[0].tokens)).tolist()
+            lives_on = chosen[is_real(self._scores)].tolist()
+            self.steps.append(
+                tuple(
+                    Beam(parents[i], tokens[i], comparable[i], told[i].last, i in finished)
+                    for i in (*lives_on, *finished)
+                )
+            )
         return [parents[i] for i in chosen.tolist()]
 
     @property
@@ -170,8 +187,8 @@ class BeamSearch:
         told: list[Told],
         values: Tensor,
         ends: Tensor,
-    ) -> None:
-        """Merge what has just ended into the finished ones and keep the best."""
+    ) -> list[int]:
+        """Merge what has just ended into the finished ones and keep the best; what has ended."""
         scores = self._by_length(values, len(candidates[0].tokens))
         # Stand-ins take a place only above NOTHING, which free places hold in the reference.
         finished = ends & (torch.arange(len(candidates)) < self.width)
@@ -187,6 +204,7 @@ class BeamSearch:
         merged = [*self._finished, *just_ended]
         self._finished_scores, best = torch.cat([self._finished_scores, scores]).topk(self.width)
         self._finished = [merged[i] for i in best.tolist()]
+        return [i for i, ended in enumerate(real) if ended]
 
     def _judge(self) -> None:
         """Whether a live hypothesis could still displace a finished one."""

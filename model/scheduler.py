@@ -120,13 +120,14 @@ class Scheduler:
             return
         if row_count(work) > self.config.max_rows:
             raise ValueError(
-                f"num_beams {row_count(work)} is over the {self.config.max_rows} rows of the engine"
+                f"num_beams must be at most {self.config.max_rows} (max_rows), "
+                f"got {row_count(work)}"
             )
         needed = row_count(work) * work.reserved_tokens
         if needed > self.config.max_cache_tokens:
             raise ValueError(
                 f"source, prefix and max_new_tokens need {needed} cache positions, "
-                f"the engine has {self.config.max_cache_tokens}"
+                f"at most {self.config.max_cache_tokens} are allowed (max_cache_tokens)"
             )
         self._sequences.append(work)
 

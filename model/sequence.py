@@ -37,6 +37,7 @@ class Decoding:
         num_beams: hypotheses searched side by side; 1 is no beam search.
         length_penalty: exponent of the length that a hypothesis' score is divided by.
         early_stopping: when a beam search may end, see `model.beam`.
+        beam_steps: report every hypothesis of a beam search, step by step.
         top_n_tokens: likeliest tokens to report at each step.
         logprobs: report log-probabilities, which cost a log-softmax over the vocabulary.
     """
@@ -65,6 +66,7 @@ class Decoding:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    beam_steps: bool = False
     top_n_tokens: int = 0
     logprobs: bool = False
 
@@ -175,6 +177,25 @@ class Hypothesis:
 
 
 @dataclass(frozen=True)
+class Beam:
+    """A hypothesis as one step of a beam search left it.
+
+    Attributes:
+        parent: its place among the live ones of the step before, from 0.
+        token: what the step added.
+        score: summed log-probability over ``length ** length_penalty``.
+        logprob: the token's, where asked for.
+        finished: whether it ended here; the others live on.
+    """
+
+    parent: int
+    token: int
+    score: float
+    logprob: float | None
+    finished: bool
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """A sequence grew by one token; a beam search, by one on which all its hypotheses agree.
 
@@ -185,6 +206,8 @@ class TokenEvent:
         finish_reason: set on the last token.
         hypotheses: of a beam search, best first, on the last token; the events' tokens are the
             first one's.
+        beam_steps: with them, where asked for: the hypotheses of each step, the live ones first,
+            best first.
     """
 
     sequence: Sequence
@@ -194,6 +217,7 @@ class TokenEvent:
     top_tokens: tuple[Candidate, ...]
     finish_reason: FinishReason | None
     hypotheses: tuple[Hypothesis, ...] = ()
+    beam_steps: tuple[tuple[Beam, ...], ...] = ()
 
 
 @dataclass(frozen=True)

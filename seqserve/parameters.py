@@ -241,6 +241,11 @@ class GenerationParameters(Strict):
         le=100,
         description="In the details, the n likeliest tokens of each step. No-op: 0.",
     )
+    beam_steps: bool = Field(
+        False,
+        description="In the details of a beam search: the hypotheses that each step left, those "
+        "dropped later too. Only with beams.",
+    )
     return_full_text: bool = Field(
         False, description="Put the target prefix in front of the generated text."
     )
@@ -285,7 +290,8 @@ class GenerationParameters(Strict):
                 f"num_return_sequences must be at most num_beams, {beams}, without sampling, "
                 f"got {sequences}"
             )
-        for name, no_op in (("length_penalty", 1.0), ("early_stopping", False)):
+        only_beams = (("length_penalty", 1.0), ("early_stopping", False), ("beam_steps", False))
+        for name, no_op in only_beams:
             value = getattr(self, name)
             if beams == 1 and value is not None and value != no_op:
                 raise ValueError(f"{name} needs num_beams above 1, got {value}")

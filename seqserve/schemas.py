@@ -412,6 +412,20 @@ class Token(Answer):
     special: bool = Field(description="Whether it is a control token that adds no text.")
 
 
+class BeamToken(Answer):
+    """What a step of a beam search added to a hypothesis."""
+
+    parent: int = Field(
+        description="The hypothesis it goes on from: its place among the live ones of the step "
+        "before, from 0."
+    )
+    token: Token
+    score: float | None = Field(
+        description="Of the hypothesis with the token, length-penalised; null where not finite."
+    )
+    finished: bool = Field(description="Whether the hypothesis ended here; others live on.")
+
+
 class Details(Answer):
     """How an answer came about."""
 
@@ -433,6 +447,11 @@ class Details(Answer):
     )
     top_tokens: list[list[Token]] | None = Field(
         None, description="With `top_n_tokens`: the likeliest tokens of each step, best first."
+    )
+    beam_steps: list[list[BeamToken]] | None = Field(
+        None,
+        description="With `beam_steps`, of the best sequence: for each step the live hypotheses, "
+        "then those that it finished, both best first.",
     )
     queue_time: float | None = Field(
         None, description="In a stream, where headers have gone: milliseconds in the queue."

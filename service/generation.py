@@ -6,14 +6,15 @@ The command line goes the same way, and so does a stream, which hands the same p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model.config import ModelSpec
 from model.languages import Languages
-from model.sequence import Candidate, Hypothesis, TokenEvent
+from model.sequence import Beam, Hypothesis, TokenEvent
 from model.sequence import Sequence as Row
 from seqserve.schemas import (
+    BeamToken,
     Details,
     FinishReason,
     Generated,
@@ -35,10 +36,11 @@ LANGUAGE_FRAME = 2
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens of one continuation; `score` is a beam search's."""
+    """The tokens of one continuation; `score` and, with the best, `steps` are a beam search's."""
 
     events: Sequence[TokenEvent] = ()
     score: float | None = None
+    steps: Sequence[Sequence[Beam]] = ()
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,12 @@ class Generator:
             prefill=[],
             tokens=[self.token(s) for s in spelled] if tokens else [],
         )
-        if not (plan.parameters.top_n_tokens and tokens):
-            return details
-        top = [self.top_tokens(event) for event in run.events]
-        return details.model_copy(update={"top_tokens": top})
+        more: dict[str, Any] = {}
+        if plan.parameters.top_n_tokens and tokens:
+            more["top_tokens"] = [self.top_tokens(event) for event in run.events]
+        if run.steps:
+            more["beam_steps"] = [[self._beam(beam) for beam in step] for step in run.steps]
+        return details.model_copy(update=more)
 
     def token(self, spelled: Spelled) -> Token:
         event = spelled.event
@@ -167,14 +171,21 @@ class Generator:
         )
 
     def top_tokens(self, event: TokenEvent) -> list[Token]:
-        return [self._candidate(candidate) for candidate in event.top_tokens]
+        return [self._candidate(other.id, other.logprob) for other in event.top_tokens]
 
-    def _candidate(self, candidate: Candidate) -> Token:
-        id = candidate.id
+    def _beam(self, beam: Beam) -> BeamToken:
+        return BeamToken(
+            parent=beam.parent,
+            token=self._candidate(beam.token, beam.logprob),
+            score=shortest(beam.score),
+            finished=beam.finished,
+        )
+
+    def _candidate(self, id: int, logprob: float | None) -> Token:
         return Token(
             id=id,
             text=self.target.name(id),
-            logprob=shortest(candidate.logprob),
+            logprob=shortest(logprob),
             special=id in self.target.special_ids or id in self.spec.eos_ids,
         )
 
@@ -195,8 +206,11 @@ def runs_of(plan: Plan, events: Mapping[Row, Sequence[TokenEvent]]) -> list[Run]
     if plan.sequences[0].decoding.num_beams == 1:
         return [Run(events[row]) for row in plan.sequences]
     [row] = plan.sequences
-    hypotheses = events[row][-1].hypotheses[: plan.answers]
-    return [Run(_events_of(row, h), shortest(h.score)) for h in hypotheses]
+    last = events[row][-1]
+    best, *others = [
+        Run(_events_of(row, h), shortest(h.score)) for h in last.hypotheses[: plan.answers]
+    ]
+    return [replace(best, steps=last.beam_steps), *others]
 
 
 def _events_of(row: Row, hypothesis: Hypothesis) -> list[TokenEvent]:
@@ -297,7 +311,8 @@ class _Teller:
         return event.model_copy(update={"top_tokens": self.generator.top_tokens(spelled.event)})
 
     def _end(self, score: float | None) -> dict[str, Any]:
-        run = Run(self._events, score)
+        steps = self._events[-1].beam_steps if self._events else ()
+        run = Run(self._events, score, steps)
         details = self.generator.details(
             self.plan, run, self._spelled, tokens=wants_details(self.plan.parameters)
         )

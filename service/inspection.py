@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from model.config import ModelSpec
 from model.languages import Languages
@@ -35,6 +34,7 @@ from seqserve.schemas import (
 )
 from service.languages import Opening, Speech, Wish
 from service.numbers import shortest, shortest_halves
+from service.tensors import Padded, Tensor, TensorFile
 from service.vocabulary import Source, Vocabulary, encode_sources, read_sources
 
 Dtype = Literal["float32", "float16"]
@@ -185,7 +185,7 @@ class Inspector:
             **maps,
         }
 
-    def attention_file(self, events: Sequence[ForwardEvent], dtype: Dtype) -> bytes:
+    def attention_file(self, events: Sequence[ForwardEvent], dtype: Dtype) -> TensorFile:
         """The weights of all passes as safetensors.
 
         Tensors, padded with 0: `encoder` ``[batch, layers, heads, src, src]``, `decoder`
@@ -197,18 +197,18 @@ class Inspector:
         sources = [np.asarray(event.forward.src, dtype=np.int64) for event in events]
         targets = [np.asarray(event.forward.tgt, dtype=np.int64) for event in events]
         maps = [_maps(event, dtype) for event in events]
-        tensors = {
-            **{name: _stack_maps([m[name] for m in maps]) for name in maps[0]},
-            "source_lengths": np.asarray([len(ids) for ids in sources], dtype=np.int64),
-            "target_lengths": np.asarray([len(ids) for ids in targets], dtype=np.int64),
-            "source_ids": _stack(sources, self.spec.pad_id),
-            "target_ids": _stack(targets, self.spec.pad_id),
+        tensors: dict[str, Tensor] = {
+            **{name: Padded(_same_size([m[name] for m in maps])) for name in maps[0]},
+            "source_lengths": _lengths(sources),
+            "target_lengths": _lengths(targets),
+            "source_ids": Padded(sources, self.spec.pad_id),
+            "target_ids": Padded(targets, self.spec.pad_id),
         }
         names = {
             "source_tokens": [_names(self.source, event.forward.src) for event in events],
             "target_tokens": [_names(self.target, event.forward.tgt) for event in events],
         }
-        return bytes(save(tensors, {key: json.dumps(value) for key, value in names.items()}))
+        return TensorFile(tensors, {key: json.dumps(value) for key, value in names.items()})
 
     # --- /next -----------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ def logits_as_json(event: ForwardEvent) -> dict[str, Any]:
     return {"target_ids": event.forward.tgt, **arrays}
 
 
-def logits_as_safetensors(events: Sequence[ForwardEvent], pad_id: int) -> bytes:
+def logits_as_safetensors(events: Sequence[ForwardEvent], pad_id: int) -> TensorFile:
     """All answers of /logits in one file.
 
     Tensors: `logits` ``[batch, tgt, vocab]`` float32 (with top_k: `values` and `ids`
@@ -416,17 +416,17 @@ def logits_as_safetensors(events: Sequence[ForwardEvent], pad_id: int) -> bytes:
     ``[batch]``; `target_ids` ``[batch, longest target]``, padded with the model's pad id.
     """
     targets = [np.asarray(event.forward.tgt, dtype=np.int64) for event in events]
-    tensors = {
-        "target_lengths": np.asarray([len(target) for target in targets], dtype=np.int64),
-        "target_ids": _stack(targets, pad_id),
+    tensors: dict[str, Tensor] = {
+        "target_lengths": _lengths(targets),
+        "target_ids": Padded(targets, pad_id),
     }
-    values = _stack([_numpy(event.logits) for event in events], 0)
+    values = Padded([_numpy(event.logits) for event in events])
     if events[0].ids is None:
         tensors["logits"] = values
     else:
         tensors["values"] = values
-        tensors["ids"] = _stack([_numpy(e.ids) for e in events if e.ids is not None], 0)
-    return bytes(save(tensors))
+        tensors["ids"] = Padded([_numpy(e.ids) for e in events if e.ids is not None])
+    return TensorFile(tensors)
 
 
 def _texts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str | None]:
@@ -464,23 +464,18 @@ def _maps(event: ForwardEvent, dtype: Dtype) -> dict[str, NDArray[Any]]:
     return {name: _numpy(tensor).astype(dtype) for name, tensor in maps.items()}
 
 
-def _stack_maps(maps: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """``[layers, heads, query, key]`` of several sizes -> ``[batch, layers, heads, ...]``."""
+def _same_size(maps: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """``[layers, heads, query, key]`` of several sizes, all padded with 0 to the largest."""
     queries, keys = (max(m.shape[axis] for m in maps) for axis in (2, 3))
-    stacked = np.zeros((len(maps), *maps[0].shape[:2], queries, keys), maps[0].dtype)
-    for row, weights in zip(stacked, maps, strict=True):
-        row[:, :, : weights.shape[2], : weights.shape[3]] = weights
-    return stacked
+    return [
+        np.pad(m, ((0, 0), (0, 0), (0, queries - m.shape[2]), (0, keys - m.shape[3]))) for m in maps
+    ]
+
+
+def _lengths(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """``[batch]``."""
+    return np.asarray([len(array) for array in arrays], dtype=np.int64)
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
     return np.ascontiguousarray(tensor.numpy())
-
-
-def _stack(arrays: Sequence[NDArray[Any]], padding: int) -> NDArray[Any]:
-    """Arrays of one width and several lengths -> ``[batch, longest, ...]``."""
-    longest = max(len(array) for array in arrays)
-    stacked = np.full((len(arrays), longest, *arrays[0].shape[1:]), padding, arrays[0].dtype)
-    for row, array in zip(stacked, arrays, strict=True):
-        row[: len(array)] = array
-    return stacked

@@ -19,6 +19,9 @@ from service.languages import Opening, Speech, Wish
 from service.spelling import StopStrings
 from service.vocabulary import Source, Vocabulary
 
+BEAMS_PER_STEP = 2
+"""For each beam: one that lives on and one that ends, at most."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,11 +47,12 @@ class Plan:
 
     @property
     def most_candidates(self) -> int:
-        """How many entries the details' `top_tokens` may come to."""
+        """How many entries the details' `top_tokens` and `beam_steps` may come to."""
         if not self.sequences:
             return 0
         decoding = self.sequences[0].decoding
-        return self.answers * decoding.max_new_tokens * decoding.top_n_tokens
+        beams = BEAMS_PER_STEP * decoding.num_beams if decoding.beam_steps else 0
+        return decoding.max_new_tokens * (self.answers * decoding.top_n_tokens + beams)
 
 
 @dataclass(frozen=True)
@@ -237,8 +241,8 @@ def _given(parameters: GenerationParameters) -> dict[str, Any]:
 
 
 def wants_details(parameters: GenerationParameters) -> bool:
-    """`top_n_tokens` are part of the details, so they imply them."""
-    return parameters.details or parameters.top_n_tokens > 0
+    """`top_n_tokens` and `beam_steps` are part of the details, so they imply them."""
+    return parameters.details or parameters.top_n_tokens > 0 or parameters.beam_steps
 
 
 def wishes(parameters: GenerationParameters, place: str) -> tuple[Wish, Wish]:

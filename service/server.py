@@ -139,6 +139,7 @@ def serve(settings: Settings, listener: socket.socket) -> str | None:
     config = uvicorn.Config(
         create_app(settings, on_failure=fail, tracer=tracer),
         http=Protocol,
+        ws="none",  # there are no web sockets here, whatever library is installed
         log_level=settings.log_level,
         log_config=None,  # all messages go through the one handler above
         access_log=False,  # the application tells of each request, with more

@@ -197,7 +197,8 @@ async function searchBeams(width, request) {
     const body = beamBody(asked, width);
     showCode(body);
     const answer = await post("generate", body, signal);
-    beams.show(answer.sequences ?? [answer]);
+    const sequences = answer.sequences ?? [answer];
+    beams.show({ sequences, steps: sequences[0].details.beam_steps ?? [] });
   } catch (error) {
     beams.clear();
     fail(error);

@@ -15,7 +15,7 @@ const OPEN = "Sampling"; // where there is room
 
 /** What the page decides by itself, or asks for elsewhere. */
 const OWN = new Set(["task", "src_lang", "tgt_lang", "target_prefix", "target_prefix_ids", "details",
-  "return_full_text"]);
+  "beam_steps", "return_full_text"]);
 
 /** What the page asks for where a person says nothing. */
 const PRESET = { top_n_tokens: "8" };

@@ -27,10 +27,11 @@ export function generateBody({ model, first, source, parameters, kept }) {
   return { ...named(model, first), ...inputOf(model, source), parameters: { ...wanted, details: true } };
 }
 
-/** The same as a beam search that returns all its hypotheses; what only sampling uses is left out. */
+/** The same as a beam search that tells all its hypotheses; what only sampling uses is left out. */
 export function beamBody(request, width) {
   const body = generateBody(request);
-  const parameters = { ...body.parameters, num_beams: width, num_return_sequences: width };
+  const parameters = { ...body.parameters, num_beams: width, num_return_sequences: width,
+    beam_steps: true };
   for (const name of SAMPLING) delete parameters[name];
   return { ...body, parameters };
 }

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
 
 from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
@@ -23,6 +24,7 @@ from service.observation import UNKNOWN_MODEL, record_of
 from service.runner import Ticket, too_late, work_of
 from service.served import ServedModel
 from service.settings import Settings
+from service.tensors import TensorFile
 from service.validation import describe, parse_json
 
 LARGE = 64 * 1024
@@ -35,6 +37,7 @@ NUMBERS_PER_TOKEN = 2
 """Its id and its log-probability."""
 
 JSON = "application/json"
+BINARY = "application/octet-stream"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -240,12 +243,28 @@ def check_size(request: Request, size: int, advice: str, *, binary: bool = False
         )
 
 
+class TensorResponse(Response):
+    """Tensors, sent from where they lie; others get their turn between two pieces."""
+
+    media_type = BINARY
+
+    def __init__(self, file: TensorFile, headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "content-length": str(len(file))})
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in self._file:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def answer(
-    body: bytes,
+    body: bytes | TensorFile,
     outcome: Outcome,
     prompt_tokens: int,
     generated_tokens: int = 0,
-    media_type: str = JSON,
 ) -> Response:
     """A written answer, with the headers of all answers that a model ran for."""
     headers = {
@@ -254,7 +273,9 @@ def answer(
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
-    return Response(body, 200, headers, media_type)
+    if isinstance(body, TensorFile):
+        return TensorResponse(body, headers)
+    return Response(body, 200, headers, JSON)
 
 
 def times(ticket: Ticket) -> tuple[float, float]:

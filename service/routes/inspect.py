@@ -26,6 +26,7 @@ from service.errors import OF_A_BODY, OF_A_RUN, responses
 from service.inspection import logits_as_json, logits_as_safetensors
 from service.numbers import dump_json
 from service.routes.common import (
+    BINARY,
     BYTES_PER_TOKEN,
     JSON,
     NUMBERS_PER_TOKEN,
@@ -38,10 +39,10 @@ from service.routes.common import (
     run,
     sized,
 )
+from service.tensors import TensorFile
 
 router = APIRouter(route_class=JsonRoute, tags=["look inside"])
 
-BINARY = "application/octet-stream"
 USE_TENSORS = 'use "format": "safetensors"'
 
 
@@ -79,7 +80,7 @@ async def logits(request: Request, body: LogitsRequest) -> Response:
     done = [_pass(events) for events in outcome.events]
     if binary:
         file = await sized(size, logits_as_safetensors, done, model.loaded.spec.pad_id)
-        return answer(file, outcome, _prompt_tokens(passes), media_type=BINARY)
+        return answer(file, outcome, _prompt_tokens(passes))
     content = [logits_as_json(event) for event in done]
     text = await sized(size, dump_json, content if body.is_list else content[0])
     return answer(text, outcome, _prompt_tokens(passes))
@@ -173,15 +174,13 @@ async def attention(request: Request, body: AttentionRequest) -> Response:
     outcome = await run(request, model, passes, body.timeout)
     done = [_pass(events) for events in outcome.events]
 
-    def write() -> bytes:
+    def write() -> bytes | TensorFile:
         if binary:
             return inspector.attention_file(done, body.dtype)
         answers = [inspector.answer_attention(event, body.dtype) for event in done]
         return dump_json(answers if body.is_list else answers[0])
 
-    kind = BINARY if binary else JSON
-    content = await sized(size, write)
-    return answer(content, outcome, _prompt_tokens(passes), media_type=kind)
+    return answer(await sized(size, write), outcome, _prompt_tokens(passes))
 
 
 @router.post(

@@ -89,6 +89,7 @@ PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
         "at most 64 (max_return_sequences), got 65",
     ),
     ({"length_penalty": 0.5}, "length_penalty", "needs num_beams above 1, got 0.5"),
+    ({"beam_steps": True}, "beam_steps", "needs num_beams above 1, got True"),
     ({"early_stopping": "never"}, "early_stopping", "needs num_beams above 1, got never"),
     ({"early_stopping": "often", "num_beams": 2}, "early_stopping", 'got "often"'),
     ({"repetition_penalty": 0}, "repetition_penalty", "must be in (0, 100], got 0"),

@@ -152,6 +152,29 @@ async def test_more_top_tokens_than_the_vocabulary_has_are_all_of_it(
     assert len(answer["details"]["top_tokens"][0]) == native.spec.tgt_vocab_size
 
 
+async def test_the_steps_of_a_beam_search_hold_all_its_hypotheses(api: Api) -> None:
+    parameters = {"num_beams": 3, "num_return_sequences": 3, "beam_steps": True}
+    answer = await api.post("/generate", inputs="hello", parameters=parameters)
+    live: list[list[dict[str, Any]]] = [[]]
+    ended: dict[tuple[int, ...], float] = {}
+    for step in answer["details"]["beam_steps"]:
+        paths = [[*live[beam["parent"]], beam] for beam in step]
+        assert len(live) <= 3
+        live = [path for path in paths if not path[-1]["finished"]]
+        scores = [path[-1]["score"] for path in live]
+        assert scores == sorted(scores, reverse=True)
+        for path in paths:
+            logprobs = [beam["token"]["logprob"] for beam in path]
+            assert path[-1]["score"] == pytest.approx(sum(logprobs) / len(path), abs=1e-5)
+            if path[-1]["finished"]:
+                ended[tuple(beam["token"]["id"] for beam in path)] = path[-1]["score"]
+    assert len(ended) > 3, "more than are returned"
+    best = sorted(ended, key=lambda tokens: -ended[tokens])[:3]
+    returned = [tuple(ids(sequence)) for sequence in answer["sequences"]]
+    assert returned == best
+    assert [ended[tokens] for tokens in best] == [s["score"] for s in answer["sequences"]]
+
+
 async def test_unknown_characters_are_counted(api: Api) -> None:
     answer = await api.post("/generate", inputs="h€llo★", parameters={"details": True})
     assert answer["details"]["unknown_tokens"] == 2

@@ -92,6 +92,18 @@ async def test_beams_are_told_once_they_agree_and_the_others_at_the_end(
     assert order == sorted(order)
 
 
+async def test_the_steps_of_a_beam_search_come_at_its_end(
+    client: httpx.AsyncClient, api: Api
+) -> None:
+    parameters = {**BEAMS, "beam_steps": True}
+    whole = await api.post("/generate", inputs="hello", parameters=parameters)
+    events = await stream(client, inputs="hello", parameters=parameters)
+    told = [e["details"].get("beam_steps") for e in events if e["details"]]
+    best, *others = whole["sequences"]
+    assert told == [best["details"]["beam_steps"], None, None]
+    assert not any("beam_steps" in other["details"] for other in others)
+
+
 async def test_several_draws_are_told_side_by_side(client: httpx.AsyncClient, api: Api) -> None:
     parameters = {"seed": 3, "num_return_sequences": 3, "max_new_tokens": 7}
     whole = await api.post("/generate", inputs="hello", parameters=parameters)

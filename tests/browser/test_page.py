@@ -101,9 +101,18 @@ def test_beams_are_a_tree_and_each_can_be_looked_at(visit: Visit, url: str) -> N
     assert found
     leaves = visit.texts(".leaf")
     assert len(leaves) == len(found)
-    assert "0 still live" in visit.page.inner_text("#beams")
-    shared = visit.texts(".step .text").count("R")
-    assert shared == len({(sequence.generated_text or "").split()[0] == "R" for sequence in found})
+    note = visit.page.inner_text("#beams .hint")
+    dropped = re.search(r"(\d+) dropped", note)
+    assert dropped
+    with Client(url) as client:
+        told = client.generate("read", {"num_beams": 5, "beam_steps": True}).details
+    assert told
+    assert told.beam_steps
+    assert len(visit.texts(".segment.dropped")) == int(dropped[1]) > 0
+    assert len(visit.texts(".step")) == sum(map(len, told.beam_steps))
+    assert visit.texts(".leaf b")[0] == "#1", "the best ways on come first"
+    visit.page.uncheck("#all-beams")
+    assert not visit.page.locator(".segment.dropped").first.is_visible()
     visit.page.get_by_role("button", name=re.compile("^Hypothesis 2")).click()
     assert visit.page.inner_text("#answer") == found[1].generated_text
 

@@ -105,11 +105,11 @@ def _whole(report: Report) -> list[str]:
         ),
         ("latency, p50 / p99", _latency(ledger.seconds)),
         (
-            "memory: ready / most in the first quarter / in the last",
+            "memory: ready / most in the second quarter / in the last",
             f"{_memory(report)}, {growth(report.warm, report.end):+.1%}"
             + ", from too few requests to judge" * (not report.warmed_up),
         ),
-        ("open files: ready / after the first quarter / at the end", _three(report, "files")),
+        ("open files: ready / after the second quarter / at the end", _three(report, "files")),
         ("threads, likewise", _three(report, "threads")),
         ("rows in use or inputs waiting at the end", ", ".join(report.left_over) or "none"),
         (

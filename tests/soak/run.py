@@ -30,10 +30,10 @@ from tests.soak.wire import Caller, make_all
 logger = logging.getLogger(__name__)
 
 QUARTER = 0.25
-"""Of the requests: memory is compared between the first and the last ones."""
+"""Of the requests: one warms up; then memory is compared between the next and the last."""
 
 WARM_UP = 4000
-"""Requests until a process has seen all shapes, and its allocator has what it needs."""
+"""Requests, at least, until a process has seen the shapes, and its allocator has what it needs."""
 
 SETTLING = 10.0
 """Seconds for the last rows of callers who left to go, and for their sockets."""
@@ -83,8 +83,8 @@ class Report:
     """All figures of a soak.
 
     Attributes:
-        start, warm, end: footprints of the idle server: when it was ready, after the first quarter
-            of the requests, after the last one. Memory is the most of the first and of the last
+        start, warm, end: footprints of the idle server: when it was ready, after the second quarter
+            of the requests, after the last one. Memory is the most of the second and of the last
             quarter: an allocator gives some back now and then.
         ending: seconds that the idle server took to end on SIGTERM.
         busiest: most rows in one step, of each model.
@@ -163,8 +163,8 @@ async def under_traffic(
             prints.append((done, Footprint.of(pid)))
             logger.info("%d of %d requests, %.1f MiB", done, requests, prints[-1][1].rss / MIB)
         seconds = time.monotonic() - began
-        warm = _most([p for done, p in prints if done <= QUARTER * requests] or [prints[0][1]])
-        end = _most([p for done, p in prints if done > (1 - QUARTER) * requests])
+        warm = _most(_quarter(prints, 2, requests) or [prints[0][1]])
+        end = _most(_quarter(prints, 4, requests))
         end = replace(end, files=await _settled_files(pid, warm.files))
         info = info_of(server)
         busiest = {m.name: m.batches.max_rows if m.batches else 0 for m in info.models}
@@ -204,6 +204,14 @@ async def _settle(server: Server, ledger: Ledger) -> None:
     await _until(idle)
     assert info
     ledger.broken += idle_faults(info)
+
+
+def _quarter(
+    prints: Sequence[tuple[int, Footprint]], number: int, requests: int
+) -> list[Footprint]:
+    """Those taken in a quarter of the requests, counted from 1."""
+    first, last = (QUARTER * n * requests for n in (number - 1, number))
+    return [each for done, each in prints if first < done <= last]
 
 
 def _most(prints: Sequence[Footprint]) -> Footprint:

@@ -97,6 +97,42 @@ class TestByHand:
         assert answers(found) == approx([("b.", math.log(0.36) / 2), ("a.", math.log(0.30) / 2)])
         assert found.hypotheses()[0].logprobs == (float(B), float(EOS))
 
+    def test_every_step_is_told_where_asked_for(self) -> None:
+        found = search(width=2, beam_steps=True, early_stopping="never")
+        while not found.over:
+            advance(found)
+        steps = [
+            [(b.parent, "ab."[b.token], b.score, b.logprob, b.finished) for b in step]
+            for step in found.steps
+        ]
+        one, two, three = (
+            [
+                (
+                    parent,
+                    token,
+                    pytest.approx(math.log(p) / length),
+                    float("ab.".index(token)),
+                    done,
+                )
+                for parent, token, p, done in expected
+            ]
+            for length, expected in (
+                (1, [(0, "a", 0.5, False), (0, "b", 0.4, False)]),
+                (
+                    2,
+                    [
+                        (0, "b", 0.15, False),
+                        (0, "a", 0.05, False),
+                        (1, ".", 0.36, True),
+                        (0, ".", 0.3, True),
+                    ],
+                ),
+                (3, [(1, "a", 0.025, False), (1, "b", 0.015, False), (0, ".", 0.135, True)]),
+            )
+        )
+        assert steps == [one, two, three]
+        assert not search(width=2).steps
+
     def test_never_goes_on_while_the_longest_could_still_win(self) -> None:
         found = search(width=2, early_stopping="never")
         advance(found)
@@ -325,7 +361,7 @@ class TestRows:
 
     def test_a_search_wider_than_the_engine_is_refused(self, model: LoadedModel) -> None:
         engine = Engine(model, EngineConfig(max_rows=4))
-        with pytest.raises(ValueError, match="num_beams 5 is over the 4 rows"):
+        with pytest.raises(ValueError, match="num_beams must be at most 4 \\(max_rows\\), got 5"):
             engine.submit(Row([5, 2], [1], Decoding(3, num_beams=5)))
 
     def test_a_search_waits_until_all_its_rows_are_free(self, model: LoadedModel) -> None:

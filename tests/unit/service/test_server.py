@@ -1,13 +1,17 @@
-"""What asyncio reports of itself."""
+"""What the server sets up around the application, and what asyncio reports of itself."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import gc
+import socket
+import sys
 
 import pytest
 
-from service.server import LoopErrors
+from service.server import LoopErrors, Server, serve
+from service.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -32,3 +36,18 @@ async def test_too_many_open_files_are_told_of_once_in_a_while(
 async def test_anything_else_is_told_as_asyncio_does(caplog: pytest.LogCaptureFixture) -> None:
     LoopErrors()(asyncio.get_running_loop(), {"message": "something else"})
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_collections_of_garbage_leave_the_libraries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr("service.server.configure_logging", lambda *_: None)
+    interval = sys.getswitchinterval()
+    try:
+        with socket.socket() as listener:
+            serve(Settings(), listener)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+    [count] = frozen
+    assert count > 100_000
