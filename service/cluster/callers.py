@@ -1,4 +1,4 @@
-"""Callers that go away, as Ray tells of them."""
+"""Between an application and Ray: callers that go away, and bodies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ LAST_WORDS_SECONDS = 1.0
 
 
 class CallerGone:
-    """Tells an application of a caller that has gone by a message, as servers do.
+    """Runs an application as Ray does, and as servers do.
 
-    Ray cancels such a request, and a cancelled request could not say why it ended: it would be
-    counted among the errors of the server.
+    - A caller that has gone is told of by a message. Ray cancels such a request, and a cancelled
+      request could not say why it ended: it would be counted among the errors of the server.
+    - Bodies are bytes. Applications may send what only looks into an array, which cannot be sent
+      to another process.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -29,7 +31,13 @@ class CallerGone:
             return
         messages: asyncio.Queue[Message] = asyncio.Queue()
         reading = asyncio.create_task(_read(receive, messages))
-        run = asyncio.ensure_future(self.app(scope, messages.get, send))
+
+        async def send_bytes(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message["body"] = bytes(message.get("body", b""))
+            await send(message)
+
+        run = asyncio.ensure_future(self.app(scope, messages.get, send_bytes))
         try:
             await asyncio.shield(run)
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -163,6 +164,15 @@ async def test_a_caller_that_goes_away_is_told_of_by_a_message() -> None:
     with pytest.raises(asyncio.CancelledError):
         await run
     assert ends == [GONE]
+
+
+async def test_bodies_can_be_sent_to_another_process() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.body", "body": memoryview(b"abc")})
+
+    request = Forwarded({"type": "http"}, b"")
+    (message,) = [message async for message in answered(CallerGone(app), request)]
+    assert pickle.loads(pickle.dumps(message))["body"] == b"abc"
 
 
 async def test_a_stream_that_is_given_up_frees_its_rows(native: LoadedModel) -> None:
