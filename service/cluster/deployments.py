@@ -125,7 +125,7 @@ class BehindGateway(Replica):
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
-    async def __del__(self) -> None:  # type: ignore[misc] # likewise
+    async def __del__(self) -> None:  # likewise
         await self._lifespan.__aexit__(None, None, None)
 
 
