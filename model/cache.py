@@ -94,12 +94,14 @@ class Pool:
     Attributes:
         tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
         lengths: positions in use, one per live row.
+        begun: positions behind those in use that a step may have begun to write.
     """
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
         self.tensor = shape.zeros(0, 0)
         self.lengths: list[int] = []
+        self.begun = 1
 
     @property
     def rows(self) -> int:
@@ -125,8 +127,7 @@ class Pool:
         """Keep these rows, in this order; only those that change place are copied."""
         if not rows:
             self.tensor = self.shape.zeros(0, 0)  # an idle service holds no cache
-        # One more position than counted: a step that failed may have begun to write it.
-        in_use = self.tensor[:, :, : self.rows, :, : self.longest + 1]
+        in_use = self.tensor[:, :, : self.rows, :, : self.longest + self.begun]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
             to, origin = ([move[side] for move in moves] for side in (0, 1))
@@ -160,28 +161,40 @@ class TargetCache:
         """Count the new rows in, each with its own number of positions."""
         self.pool.lengths.extend(lengths)
 
-    def next_position(self, part: slice) -> tuple[list[StepKeysValues], Tensor, Tensor]:
-        """Prepare a step that adds one position to each row of a part.
+    def next_positions(
+        self, part: slice, width: int = 1
+    ) -> tuple[list[StepKeysValues], Tensor, Tensor]:
+        """Prepare a step that adds positions to each row of a part.
 
         Returns:
-            one place to write per layer; the mask ``[rows, 1, 1, longest + 1]``; the positions
-            ``[rows, 1]``.
+            one place to write per layer; the mask ``[rows, 1, width, longest + width]``; the
+            positions ``[rows, width]``.
         """
         pool = self.pool
-        lengths = pool.lengths[part]
-        length = max(lengths) + 1
+        lengths = torch.tensor(pool.lengths[part], device=pool.shape.device)
+        length = max(pool.lengths[part]) + width
         pool.reserve(pool.rows, length)
-        positions = torch.tensor(lengths, device=pool.shape.device)
-        mask = padding_mask(positions + 1, length)
-        rows = torch.arange(len(lengths), device=pool.shape.device)
+        pool.begun = max(pool.begun, width)
+        positions = lengths[:, None] + torch.arange(width, device=pool.shape.device)
+        mask = padding_mask(positions.flatten() + 1, length).view(len(lengths), 1, width, length)
+        rows = torch.arange(len(lengths), device=pool.shape.device)[:, None]
         live = pool.tensor[:, :, part, :, :length]
         layers = [StepKeysValues(keys, values, rows, positions) for keys, values in live]
-        return layers, mask, positions[:, None]
+        return layers, mask, positions
 
     def advance(self, part: slice) -> None:
         """The step is done: each row of the part has one position more."""
         lengths = self.pool.lengths
         lengths[part] = [length + 1 for length in lengths[part]]
+
+    def accept(self, kept: Sequence[int]) -> None:
+        """Each row has so many positions more; nothing stays of what was written behind them."""
+        pool = self.pool
+        for row, count in enumerate(kept):
+            end = pool.lengths[row] + pool.begun
+            pool.lengths[row] += count
+            # The mask would hide it, but a mask does not stop a NaN.
+            pool.tensor[:, :, row, :, pool.lengths[row] : end].zero_()
 
     def keep(self, rows: Sequence[int]) -> None:
         self.pool.keep(rows)
@@ -206,7 +219,12 @@ class PrefixKeysValues:
 
 @dataclass(frozen=True)
 class StepKeysValues:
-    """One layer's keys and values of live rows: views ``[rows, heads, longest + 1, head_dim]``."""
+    """One layer's keys and values of live rows: views ``[rows, heads, longest, head_dim]``.
+
+    Attributes:
+        rows: ``[rows, 1]``: 0, 1, ...
+        positions: ``[rows, new]``, where each row's new positions go.
+    """
 
     keys: Tensor
     values: Tensor
@@ -214,9 +232,9 @@ class StepKeysValues:
     positions: Tensor
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write each row's new position ``[rows, heads, 1, head_dim]`` where that row ends."""
-        self.keys[self.rows, :, self.positions] = keys[:, :, 0]
-        self.values[self.rows, :, self.positions] = values[:, :, 0]
+        """Write each row's new positions ``[rows, heads, new, head_dim]`` where that row ends."""
+        self.keys[self.rows, :, self.positions] = keys.transpose(1, 2)
+        self.values[self.rows, :, self.positions] = values.transpose(1, 2)
         return self.keys, self.values
 
 

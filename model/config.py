@@ -142,6 +142,8 @@ class EngineConfig:
             that decoding never waits for more than one such chunk.
         max_cache_tokens: positions (source + prefix + new tokens) reserved by all live rows.
         max_encoder_cache_bytes: of encoder outputs kept for sources that come again; 0 keeps none.
+        lookahead: tokens of its source that are guessed to follow in one row at one step, at
+            most; 0 guesses none. See `model.lookahead`.
     """
 
     max_rows: int = 64
@@ -149,3 +151,4 @@ class EngineConfig:
     max_forward_tokens: int = 8192
     max_cache_tokens: int = 262_144
     max_encoder_cache_bytes: int = 64 * 2**20
+    lookahead: int = 15

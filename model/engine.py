@@ -1,4 +1,5 @@
-"""Iteration-level (continuous) batching: one decoder position for all live rows a step.
+"""Iteration-level (continuous) batching: one decoder position for all live rows a step, or more
+where a row's next tokens can be guessed (`model.lookahead`).
 
 The idea is Orca's (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
 Models", OSDI 2022): sequences join and leave between steps instead of waiting for a batch to end.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from model.faults import (
     release_memory,
 )
 from model.loader import LoadedModel
+from model.lookahead import Draft, Lookahead, Verifier, imagined
 from model.sampler import pick
 from model.scheduler import Scheduler
 from model.sequence import (
@@ -80,6 +83,8 @@ class StepTrace:
         seconds: from its beginning to its end.
         phases: seconds of each phase that it had.
         put_back: sequences that wait again because memory ran out.
+        guessed: tokens that were guessed ahead and run.
+        foretold: those among them that were right.
     """
 
     step: int
@@ -92,6 +97,8 @@ class StepTrace:
     seconds: float = 0.0
     phases: Mapping[Phase, float] = field(default_factory=dict)
     put_back: tuple[Sequence, ...] = ()
+    guessed: int = 0
+    foretold: int = 0
 
 
 class Engine:
@@ -104,6 +111,7 @@ class Engine:
 
     Attributes:
         begun: what the last step took out of the queues, be it that memory put it back there.
+        lookahead: what guesses tokens ahead; None where nothing does.
     """
 
     def __init__(
@@ -117,10 +125,12 @@ class Engine:
         self.device = model.device
         self.stepper = model.stepper(config)
         self.scheduler = Scheduler(config)
+        self.lookahead = Lookahead.of(model, config)
         self._processors: ProcessorBatch | None = None
         self._searches: dict[Sequence, BeamSearch] = {}
         self._paused: dict[Sequence, BeamSearch] = {}  # of sequences that were put back
         self._put_back: list[Sequence] = []  # in this step
+        self._guessed = self._foretold = 0  # in this step
         self.begun: tuple[Sequence | Forward, ...] = ()
         self._on_step = on_step
         self._steps = 0
@@ -165,13 +175,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit what fits, run one chunk of passes, then one decoder position for all live rows."""
+        """Admit what fits, run one chunk of passes, then one position or more for all live rows."""
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self.begun = (*plan.joining, *plan.forwards)
         events: list[Event] = []
         self._watch.start()
         self._put_back = []
+        self._guessed = self._foretold = 0
         joined = self._join(plan.joining, events)
         if plan.forwards:
             events.extend(self._run_forwards(plan.forwards))
@@ -190,6 +201,8 @@ class Engine:
             seconds=time.perf_counter() - began,
             phases=self._watch.seconds(),
             put_back=tuple(self._put_back),
+            guessed=self._guessed,
+            foretold=self._foretold,
         )
         self._steps += 1
         if self._on_step:
@@ -242,9 +255,9 @@ class Engine:
             self._paused.pop(sequence, None)
 
     def _decode(self, rows: tuple[Sequence, ...], events: list[Event]) -> tuple[Sequence, ...]:
-        """One position for all rows; the sequences that ended with it."""
+        """One step for all rows; the sequences that ended with it."""
         try:
-            step = self._run(rows)
+            step = self._run_ahead(rows) or self._run(rows)
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -258,6 +271,30 @@ class Engine:
             return ()
         self._fail(everyone, for_caller(failure), events)
         return everyone
+
+    def _run_ahead(self, rows: tuple[Sequence, ...]) -> Step | None:
+        """As `_run`, with the tokens guessed ahead; None where there are none, or it fails."""
+        stepper = self.stepper
+        if self.lookahead is None or not isinstance(stepper, Verifier):
+            return None
+        drafts = self.lookahead.drafts(rows)
+        if not any(drafts):
+            return None
+        try:
+            return self._verify(stepper, rows, drafts)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+        stepper.accept([0] * len(rows))  # single positions show whose fault it was
+        return None
+
+    def _verify(self, stepper: Verifier, rows: tuple[Sequence, ...], drafts: list[Draft]) -> Step:
+        positions = imagined(rows, drafts)
+        logits = stepper.verify(rows, drafts).float()
+        self._watch.lap("decode")
+        step = Step(positions, logits, self._scores(positions, logits), {}, drafts)
+        self._watch.lap("sample")
+        return step
 
     def _run(self, rows: tuple[Sequence, ...]) -> Step:
         """What the model says of all rows; those it cannot run are told by the step's faults.
@@ -278,7 +315,7 @@ class Engine:
         logits = self._apart(logits_of, len(rows), faults)
         self._watch.lap("decode")
         scores = self._apart(scores_of, len(rows), faults)
-        step = Step(rows, logits, scores, faults)
+        step = Step(rows, logits, scores, faults, [()] * len(rows))
         self._watch.lap("sample")
         return step
 
@@ -308,27 +345,39 @@ class Engine:
     ) -> tuple[Sequence, ...]:
         """Give all rows their tokens; the sequences that ended with it."""
         ended: dict[Sequence, set[int]] = {}  # sequence -> its rows
+        kept = [1] * len(rows)
         for i, row in enumerate(rows):
             if row.decoding.num_beams > 1:
                 continue
-            if _ends(row, events, partial(self._commit, row, i, step, events)):
+            before = len(row.tokens)
+            if _ends(row, events, partial(self._commit, row, step.positions(i), step, events)):
                 ended[row] = {i}
+            kept[i] = len(row.tokens) - before
         order, grown = list(range(len(rows))), list(rows)
         places = {id(row): i for i, row in enumerate(rows)} if self._searches else {}
         for sequence, search in self._searches.items():
             at = [places[id(row)] for row in search.rows]
-            if _ends(sequence, events, partial(self._advance, search, at, step, events)):
+            first = [step.positions(i)[0] for i in at]
+            if _ends(sequence, events, partial(self._advance, search, first, step, events)):
                 ended[sequence] = set(at)
                 continue
             for place, parent, row in zip(at, step.parents, search.rows, strict=True):
                 order[place], grown[place] = at[parent], row
         for sequence in ended:
             self._searches.pop(sequence, None)
+        self._accept(step, kept)
         self._settle(order, grown, set().union(*ended.values()))
         return tuple(ended)
 
+    def _accept(self, step: Step, kept: list[int]) -> None:
+        """Have the stepper hold the positions of what each row has said."""
+        if step.guessed and isinstance(self.stepper, Verifier):
+            self.stepper.accept(kept)
+            self._guessed = step.guessed
+            self._foretold = sum(count - 1 for count in kept if count)
+
     def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
-        """What tokens are picked from ``[rows, vocab]``, for all live rows or a part of them."""
+        """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones."""
         if self._searches:  # hypotheses are compared by their probabilities
             searched = torch.tensor([row.decoding.num_beams > 1 for row in rows])
             searched = searched.to(self.device)[:, None]
@@ -336,23 +385,30 @@ class Engine:
         return self._processors_of(rows)(logits, History(rows, self.spec, self.device))
 
     def _processors_of(self, rows: tuple[Sequence, ...]) -> ProcessorBatch:
-        if len(rows) < len(self.scheduler.rows):
+        if len(rows) != len(self.scheduler.rows):
             return ProcessorBatch([row.decoding for row in rows], self.spec, self.device)
         if self._processors is None:
             decodings = [row.decoding for row in rows]
             self._processors = ProcessorBatch(decodings, self.spec, self.device)
         return self._processors
 
-    def _commit(self, row: Sequence, i: int, step: Step, events: list[Event]) -> bool:
-        """Give a row its token; True if it ends with it."""
-        if error := step.fault(i):
-            events.append(FailureEvent(row, error))
-            return True
-        row.tokens.append(step.tokens[i])
-        row.finish_reason = self._finish_reason(row)
-        told = step.told(i, step.tokens[i])
-        events.append(_token_event(row, len(row.tokens) - 1, step.tokens[i], told))
-        return row.finish_reason is not None
+    def _commit(
+        self, row: Sequence, positions: Iterable[int], step: Step, events: list[Event]
+    ) -> bool:
+        """Give a row its token, and more for as long as guesses were right; True if it ends."""
+        for i in positions:
+            if step.rows[i].tokens[-1:] != row.tokens[-1:]:
+                return False  # the row did not say what was guessed
+            if error := step.fault(i):
+                events.append(FailureEvent(row, error))
+                return True
+            row.tokens.append(step.tokens[i])
+            row.finish_reason = self._finish_reason(row)
+            told = step.told(i, step.tokens[i])
+            events.append(_token_event(row, len(row.tokens) - 1, step.tokens[i], told))
+            if row.finish_reason is not None:
+                return True
+        return False
 
     def _advance(self, search: BeamSearch, at: list[int], step: Step, events: list[Event]) -> bool:
         """Take a beam search one step on; True if it ends with it."""
@@ -512,12 +568,14 @@ class Step:
     """What one step computed for its rows, read back once.
 
     Args:
-        rows: those decoded.
+        rows: those decoded; behind each, what it is after each of its guesses.
         logits: ``[rows, vocab]``, raw, float32.
         scores: ``[rows, vocab]`` to pick from.
         faults: rows that could not be run, and why.
+        drafts: of each live row, the tokens that were guessed.
 
     Attributes:
+        guessed: their number.
         tokens: each row's pick.
         parents: of the search that was advanced last, for each of its rows.
     """
@@ -528,9 +586,13 @@ class Step:
         logits: Tensor,
         scores: Tensor,
         faults: dict[int, Exception],
+        drafts: Sequence_[Draft],
     ) -> None:
+        self.rows = rows
         self.scores = scores
+        self.guessed = len(rows) - len(drafts)
         self._faults = faults
+        self._ends = list(accumulate(1 + len(draft) for draft in drafts))
         self.parents: list[int] = []
         picked = pick(scores, rows)
         self.tokens: list[int] = picked.tolist()
@@ -548,6 +610,10 @@ class Step:
         if widest := min(max(self._counts), logits.shape[-1]):
             values, ids = self._logprobs.topk(widest, dim=-1)
             self._top = list(zip(ids.tolist(), values.tolist(), strict=True))
+
+    def positions(self, row: int) -> range:
+        """Where a live row and what was guessed of it stand among the step's rows."""
+        return range(self._ends[row - 1] if row else 0, self._ends[row])
 
     def fault(self, row: int, any_token: bool = False) -> Exception | None:
         """Why a row cannot go on.

@@ -104,11 +104,32 @@ class CachedStepper:
     def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         part = slice(first, first + len(rows))
         tokens = torch.tensor([[row.last_token] for row in rows], device=self.device)
-        past, mask, positions = self.targets.next_position(part)
+        past, mask, positions = self.targets.next_positions(part)
         hidden = self.network.decoder(tokens, past, self.sources.layers(part), mask, positions)
         logits: Tensor = self.network.output(hidden[:, 0])
         self.targets.advance(part)
         return logits
+
+    def verify(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Tensor:
+        """See `model.lookahead.Verifier`."""
+        inputs = [[row.last_token, *draft] for row, draft in zip(rows, drafts, strict=True)]
+        tokens = pad_rows(inputs, self.spec.pad_id, self.device)
+        everyone, width = slice(0, len(rows)), tokens.shape[1]
+        past, mask, positions = self.targets.next_positions(everyone, width)
+        # Padding stays where its row ends: behind that the model may have no position.
+        guesses = torch.tensor([[len(draft)] for draft in drafts], device=self.device)
+        positions = positions.minimum(positions[:, :1] + guesses)
+        sources = self.sources.layers(everyone)
+        hidden = self.network.decoder(tokens, past, sources, mask, positions)
+        real = [row * width + i for row, ids in enumerate(inputs) for i in range(len(ids))]
+        # [rows, width, dim] -> [positions, dim]
+        wanted = hidden.flatten(0, 1)[torch.tensor(real, device=self.device)]
+        logits: Tensor = self.network.output(wanted)
+        return logits
+
+    def accept(self, kept: Sequence[int]) -> None:
+        """See `model.lookahead.Verifier`."""
+        self.targets.accept(kept)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.targets.keep(rows)

@@ -56,6 +56,7 @@ class StepFigures:
     Attributes:
         rows_per_step: ``[rows]`` -> number of steps that had so many rows.
         forward_passes: teacher-forced passes run.
+        guessed_tokens, foretold_tokens: tokens guessed ahead and run; those that were right.
         step_seconds, phase_seconds: how long steps and their phases took.
         padding: share of a batch that was padding: of sources when they join, of the rows' target
             positions at each step.
@@ -64,6 +65,8 @@ class StepFigures:
     def __init__(self, max_rows: int) -> None:
         self.rows_per_step = [0] * (max_rows + 1)
         self.forward_passes = 0
+        self.guessed_tokens = 0
+        self.foretold_tokens = 0
         self.step_seconds = Tally(STEP_SECONDS)
         self.phase_seconds = {phase: Tally(STEP_SECONDS) for phase in PHASES}
         self.padding: dict[Side, Tally] = {"source": Tally(SHARES), "target": Tally(SHARES)}
@@ -72,6 +75,8 @@ class StepFigures:
         """Count a step."""
         self.rows_per_step[len(trace.rows)] += 1
         self.forward_passes += trace.forwards
+        self.guessed_tokens += trace.guessed
+        self.foretold_tokens += trace.foretold
         self.step_seconds.add(trace.seconds)
         for phase, seconds in trace.phases.items():
             self.phase_seconds[phase].add(seconds)

@@ -272,6 +272,18 @@ class ModelCollector(Collector):
             ("model",),
             [((model.name,), model.figures.forward_passes) for model in served],
         )
+        yield counters(
+            "seqserve_guessed_tokens",
+            "Tokens guessed ahead of their step.",
+            ("model",),
+            [((model.name,), model.figures.guessed_tokens) for model in served],
+        )
+        yield counters(
+            "seqserve_foretold_tokens",
+            "Those among them that were right: each saved its row a step.",
+            ("model",),
+            [((model.name,), model.figures.foretold_tokens) for model in served],
+        )
 
     def _encoder_caches(self, served: list[ServedModel]) -> Iterator[Metric]:
         caches = [

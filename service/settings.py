@@ -146,6 +146,13 @@ class Settings(BaseSettings):
         description="Memory for the encoder's outputs of recent sources, for each model: a source "
         "that comes again is not encoded again; 0 keeps none.",
     )
+    lookahead: int = Field(
+        EngineConfig.lookahead,
+        ge=0,
+        le=255,
+        description="Tokens of its source that are guessed to follow in one row at one step, at "
+        "most; 0 guesses none.",
+    )
     max_queue: int = Field(
         4096,
         ge=1,
@@ -346,4 +353,5 @@ def engine_config(settings: Settings) -> EngineConfig:
         max_forward_tokens=settings.max_forward_tokens,
         max_cache_tokens=settings.max_cache_tokens,
         max_encoder_cache_bytes=settings.max_encoder_cache_bytes,
+        lookahead=settings.lookahead,
     )

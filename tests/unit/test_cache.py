@@ -141,7 +141,7 @@ def test_a_step_writes_each_row_where_that_row_ends() -> None:
     cache = TargetCache(SHAPE)
     cache.join(2, 3)
     cache.joined([3, 1])
-    layers, mask, positions = cache.next_position(slice(None))
+    layers, mask, positions = cache.next_positions(slice(None))
     assert positions.tolist() == [[3], [1]]
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     new = torch.arange(2.0 * 3 * 4).reshape(2, 3, 1, 4) + 1
@@ -161,7 +161,7 @@ def test_a_step_that_is_not_advanced_can_be_taken_again() -> None:
     cache.joined([2])
     first = torch.ones(1, 3, 1, 4)
     for new in (first, 2 * first):
-        layers, _, positions = cache.next_position(slice(None))
+        layers, _, positions = cache.next_positions(slice(None))
         keys, _ = layers[0].extend(new, new)
         assert positions.tolist() == [[2]]
         assert torch.equal(keys[:, :, 2:], new)

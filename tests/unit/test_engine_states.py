@@ -1,7 +1,8 @@
 """Any history of submitting, cancelling, stepping, failing and running out of memory.
 
 The engine and its scheduler are real; the stepper is a small one whose logits follow from a row's
-own source and target, so that a row is known to have been mixed up with another one.
+own source and target, so that a row is known to have been mixed up with another one. Tokens are
+guessed ahead, rightly and wrongly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from model.config import EngineConfig, ModelSpec
 from model.engine import Engine, StepTrace
 from model.faults import DOES_NOT_FIT
 from model.loader import LoadedModel
+from model.lookahead import imagined
 from model.sequence import (
     AttentionMaps,
     Decoding,
@@ -29,6 +31,7 @@ from model.sequence import (
     TokenEvent,
 )
 from model.sequence import Sequence as Row
+from tests.guesses import Guesses
 
 VOCAB = 13
 EOS = 2
@@ -61,10 +64,12 @@ class SmallStepper:
     Attributes:
         memory: rows that fit.
         cached: target ids of each live row.
+        begun: what a pass over guesses may add to them.
     """
 
     memory: int = PLENTY
     cached: list[list[int]] = field(default_factory=list)
+    begun: list[list[int]] = field(default_factory=list)
     encoder_cache: None = None
 
     def join(self, rows: Sequence[Row]) -> None:
@@ -75,12 +80,26 @@ class SmallStepper:
 
     def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         self._fit(len(self.cached))
-        if any(row.src[0] == SICK and len(row.tokens) == FAULTY_TOKEN for row in rows):
-            raise RuntimeError("sick")
+        self._check(rows)
         for place, row in enumerate(rows, start=first):
             self.cached[place].append(row.last_token)
             assert self.cached[place] == row.target, "a row goes on from another one's cache"
         return torch.stack([logits_of(row.src, row.target) for row in rows])
+
+    def verify(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Tensor:
+        self.begun = [[row.last_token, *draft] for row, draft in zip(rows, drafts, strict=True)]
+        positions = imagined(rows, drafts)
+        self._fit(len(self.cached))
+        self._check(positions)
+        return torch.stack([logits_of(row.src, row.target) for row in positions])
+
+    def accept(self, kept: Sequence[int]) -> None:
+        for ids, begun, count in zip(self.cached, self.begun, kept, strict=True):
+            ids += begun[:count]
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        if any(row.src[0] == SICK and len(row.tokens) == FAULTY_TOKEN for row in rows):
+            raise RuntimeError("sick")
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cached = [list(self.cached[row]) for row in rows]
@@ -142,6 +161,8 @@ class Histories(RuleBasedStateMachine):
             max_rows=rows, max_encoder_tokens=encoder, max_cache_tokens=cache
         )
         self.engine = small_engine(self.stepper, self.config, self.traces)
+        self.answers: dict[int, list[int]] = {}
+        self.engine.lookahead = Guesses(self.answers, SPEC, seed=rows, wrong=0.3, most=3)
         self.least_memory = PLENTY
         self.submitted: list[Row | Forward] = []
         self.unfinished: list[Row | Forward] = []
@@ -179,6 +200,8 @@ class Histories(RuleBasedStateMachine):
 
     def _submit(self, work: Row | Forward) -> None:
         self.engine.submit(work)
+        if isinstance(work, Row):
+            self.answers[id(work)] = alone(work)
         self.submitted.append(work)
         self.unfinished.append(work)
 

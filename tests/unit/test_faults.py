@@ -81,7 +81,7 @@ class FaultyStepper:
         except Exception:
             # What a kernel that fails late leaves behind: a position half written.
             lengths = self.inner.targets.pool.lengths
-            self.inner.targets.next_position(slice(first, first + len(rows)))
+            self.inner.targets.next_positions(slice(first, first + len(rows)))
             for row in range(first, first + len(rows)):
                 self.inner.targets.pool.tensor[:, :, row, :, lengths[row]] = torch.nan
             raise

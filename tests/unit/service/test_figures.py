@@ -30,10 +30,13 @@ def test_a_step_is_counted_with_what_it_did() -> None:
             Padding(2, 2),
             0.02,
             {"decode": 0.01, "sample": 0.005},
+            guessed=5,
+            foretold=4,
         )
     )
     assert figures.rows_per_step == [0, 0, 1, 0, 0]
     assert figures.forward_passes == 3
+    assert (figures.guessed_tokens, figures.foretold_tokens) == (5, 4)
     assert figures.step_seconds.total == 0.02
     assert figures.phase_seconds["decode"].total == 0.01
     assert sum(figures.phase_seconds["encode"].counts) == 0

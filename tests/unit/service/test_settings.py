@@ -47,6 +47,7 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         {"models": ()},
         {"unknown": 1},
         {"max_encoder_cache_bytes": -1},
+        {"lookahead": -1},
         {"max_inputs": 10, "max_queue": 5},
     ],
 )
@@ -112,8 +113,8 @@ def test_root_paths_begin_with_a_slash_and_end_without(given: str, path: str) ->
 
 
 def test_the_engine_gets_its_share() -> None:
-    config = engine_config(Settings(max_rows=3, max_cache_tokens=77, max_encoder_cache_bytes=0))
-    assert config == EngineConfig(max_rows=3, max_cache_tokens=77, max_encoder_cache_bytes=0)
+    share = {"max_rows": 3, "max_cache_tokens": 77, "max_encoder_cache_bytes": 0, "lookahead": 5}
+    assert engine_config(Settings(**share)) == EngineConfig(**share)  # type: ignore[arg-type]
 
 
 def test_every_setting_and_option_is_documented() -> None:
