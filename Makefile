@@ -18,7 +18,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-browser soak bench check format clean tgi-client
+.PHONY: help setup serve test test-browser soak bench check format checksums clean tgi-client
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,9 @@ check: setup ## Format, lint and type checks only
 format: setup ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+checksums: ## Write anew the hashes of the shipped weights, which every load checks
+	for directory in weights/*/; do (cd $$directory && sha256sum config.json *.safetensors *_tokenizer.* > SHA256SUMS); done
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) $(TGI_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
