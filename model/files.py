@@ -73,7 +73,9 @@ def check_sums(directory: Path) -> None:
     for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
         found = SUM.fullmatch(line)
         if not found:
-            raise ModelError(f"{sums}, line {number}: expected a SHA-256 and a file, got {line!r:.80}")
+            raise ModelError(
+                f"{sums}, line {number}: expected a SHA-256 and a file, got {line!r:.80}"
+            )
         expected, path = found[1], directory / found[2]
         if not path.is_file():
             raise ModelError(f"{path}: {SUMS} lists it, but there is no such file")
