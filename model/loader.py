@@ -17,7 +17,7 @@ from torch import nn
 from model import families
 from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
-from model.files import check_files, check_sizes
+from model.files import check_files, check_sizes, check_sums
 from model.languages import Languages
 from model.packing import Int8Linear, Packing, can_pack, can_quantize, packed_linear
 from model.steppers import Stepper
@@ -133,8 +133,9 @@ def load_model(
     Raises:
         ModelError: the directory cannot be served; the message says why.
     """
-    config = read_config(directory)
     check_files(directory)
+    check_sums(directory)
+    config = read_config(directory)
     family = find_family(directory, config)
     target_device = choose_device(device)
     if dtype not in DTYPES:
