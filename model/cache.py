@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelSpec
-from model.layers import MultiHeadAttention, padding_mask
+from model.layers import MultiHeadAttention, mask_bias, padding_mask
 from model.transformer import Transformer
 
 LENGTH_BLOCK = 64
@@ -302,7 +302,8 @@ class SourceCache:
         sharing = Sharing.of([slot - first for slot in slots], device)
         mask = padding_mask(torch.tensor(pool.lengths[first:end], device=device), longest)
         live = pool.tensor[:, :, first:end, :, :longest]
-        return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
+        bias = mask_bias(mask, pool.shape.dtype)
+        return [SlotKeysValues(keys, values, bias, sharing) for keys, values in live]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
 from model.files import check_files, check_sizes, check_sums
 from model.languages import Languages
-from model.packing import Int8Linear, PackedLinear, Packing, can_pack, can_quantize
+from model.packing import Int8Linear, Packing, can_pack, can_quantize, packed_linear
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
 
@@ -200,7 +200,7 @@ def choose_packing(device: torch.device, dtype: str) -> Packing | None:
     if device.type != "cpu" or not can_pack(DTYPES[dtype]):
         return None
     # A float32 table is the file's own pages; of any other, a second copy would weigh.
-    return Packing(partial(PackedLinear, dtype=DTYPES[dtype]), tied=dtype == "float32")
+    return Packing(partial(packed_linear, dtype=DTYPES[dtype]), tied=dtype == "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
