@@ -1,10 +1,12 @@
 # The server as an image. docs/docker.md has the commands; in short:
 #   docker build -t seqserve .                                  CPU
-#   docker build -t seqserve:gpu --build-arg TORCH_INDEX= .     CUDA: PyPI's own torch build
+#   docker build -t seqserve:gpu --build-arg TORCH=cuda .       CUDA
+#   docker build -t seqserve:ray --build-arg PACKAGES=ray .     CPU, for replicas on Ray
 #
 # BASE_IMAGE   any Debian-like image with Python 3.11 or newer; python3-venv is added where it lacks.
-# TORCH_INDEX  a package index that is searched beside pip's own, and chooses the torch build.
-#              Empty: pip's own index and deploy/wheels/ alone.
+# PACKAGES     server or ray: the lock file in deploy/locks/ of all that is installed beside torch.
+# TORCH        cpu or cuda: likewise, of torch. Empty: no lock files, but what pip finds for pyproject.toml.
+# TORCH_INDEX  a package index that is searched beside pip's own.
 # PIP_NO_INDEX 1: nothing but deploy/wheels/, for a build without a network.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
@@ -16,21 +18,30 @@ RUN python3 -c 'import ensurepip, venv' 2>/dev/null \
 
 
 FROM base AS build
+ARG PACKAGES=server
+ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_NO_INDEX=0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /app
 
-# pip stays out of the image: it installs from an environment of its own into /opt/venv.
-RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/venv
-
-# Dependencies first: this layer is built again only when pyproject.toml or the version changes.
+# pip and what builds the project stay out of the image: they have an environment of their own, and install into /opt/venv.
 COPY deploy/wheels/ /wheels/
+COPY deploy/locks/*.txt /locks/
+RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/venv \
+    && /opt/pip/bin/pip install --require-hashes --find-links /wheels -r /locks/build.txt
+
+# Dependencies before the code: this layer is built again only when pyproject.toml, the locks or the version change.
 COPY pyproject.toml LICENSE ./
 COPY seqserve/__init__.py seqserve/
-RUN touch README.md \
-    && /opt/pip/bin/pip --python /opt/venv/bin/python install --no-compile --find-links /wheels \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --editable ".[server]"
+RUN touch README.md && /opt/pip/bin/hatchling build -t wheel:editable -d /dist \
+    && install() { /opt/pip/bin/pip --python /opt/venv/bin/python install --no-compile --find-links /wheels \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"; } \
+    && if [ -n "$TORCH" ]; then \
+        install --require-hashes -r "/locks/$PACKAGES.txt" -r "/locks/$TORCH.txt" && install --no-deps /dist/*.whl; \
+    else \
+        install "$(echo /dist/*.whl)[server,$PACKAGES]"; \
+    fi
 # What only compiling against a library or testing it needs: a quarter of a gigabyte.
 RUN cd /opt/venv/lib/python3*/site-packages \
     && rm -rf torch/include torch/test torch/bin/*test* torch/bin/*Test* torch/bin/protoc* \
@@ -38,11 +49,6 @@ RUN cd /opt/venv/lib/python3*/site-packages \
 # Bytecode that is not checked against the sources' times: a layer's tar rounds those to seconds, half of them upwards,
 # and Python would compile those files anew at every start. (One of torch's files needs a newer Python.)
 RUN /opt/venv/bin/python -m compileall -qq --invalidation-mode unchecked-hash /opt/venv/lib || true
-# A CPU image that took a CUDA build would be several gigabytes larger: fail instead.
-RUN case "$TORCH_INDEX" in */cpu) \
-        /opt/venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda and f"took torch {torch.__version__}, not a CPU build")' ;; \
-    esac
-
 COPY README.md ./
 COPY weights/ weights/
 COPY seqserve/ seqserve/

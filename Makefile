@@ -18,7 +18,8 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-browser test-cluster soak bench check format clean tgi-client
+.PHONY: help setup serve test test-browser test-cluster soak bench check format checksums deploy-tools manifests \
+	image release-tools locks audit dist clean tgi-client
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,7 +41,7 @@ $(STAMP): pyproject.toml
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 	$(BIN)/seqserve serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: check tgi-client ## Format, lint and type checks, then the tests, on Ray too: ARGS="-k name" picks some
+test: check tgi-client deploy-tools ## Format, lint and type checks, then the tests, on Ray too: ARGS="-k name" picks some
 	$(BIN)/python -m pytest --on-ray $(ARGS)
 
 # Only root can install a browser; whoever is not gets told the command.
@@ -76,6 +77,33 @@ check: setup ## Format, lint and type checks only
 format: setup ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+deploy-tools: $(VENV)/.deploy-tools ## Install what the tests check chart, manifests and compose file with
+
+$(VENV)/.deploy-tools: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[deploy]"
+	@touch $@
+
+manifests: deploy-tools ## Write the plain manifests of Kubernetes from the chart
+	$(BIN)/python deploy/kubernetes/render.py
+
+image: ## Build the image without Docker, as root, and see that it keeps its promises: ARGS="seqserve --build-arg ..."
+	deploy/build-with-buildah.sh $(ARGS)
+
+release-tools: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[release]"
+
+locks: release-tools ## Write the image's lock files anew, with the newest releases that pyproject.toml allows
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python deploy/locks/refresh.py
+
+audit: release-tools ## Ask whether packages in the lock files have known vulnerabilities
+	$(BIN)/python deploy/locks/audit.py
+
+dist: release-tools ## Build wheel and sdist, test the sdist from a clean directory, write the bills of materials
+	$(BIN)/python deploy/dist.py
+
+checksums: ## Write anew the hashes of the shipped weights, which every load checks
+	for directory in weights/*/; do (cd $$directory && sha256sum config.json *.safetensors *_tokenizer.* > SHA256SUMS); done
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) $(TGI_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -137,12 +137,16 @@ def convert(model: PreTrainedModel, directory: Path, dtype: str) -> None:
     loader = converters._MODEL_LOADERS[type(config).__name__]
     with torch.no_grad():
         spec = loader.get_model_spec(model)
-        vocabulary = [f"t{i}" for i in range(config.vocab_size)]
+        # Marian's loader leaves the last token out: padding, which starts targets. There a target
+        # starts from zeros, whatever token is named.
+        size = spec.get_target_vocabulary_size()
+        vocabulary = [f"t{i}" for i in range(size)]
         loader.set_vocabulary(spec, vocabulary)
     spec.config.bos_token = "t2"  # unused: what starts a target is named below
     spec.config.eos_token = f"t{config.eos_token_id}"
     spec.config.unk_token = "t3"
-    spec.config.decoder_start_token = f"t{config.decoder_start_token_id}"
+    start = config.decoder_start_token_id
+    spec.config.decoder_start_token = f"t{start if start < size else config.eos_token_id}"
     spec.validate()
     spec.optimize(quantization=None if dtype == "float32" else dtype)
     shutil.rmtree(directory, ignore_errors=True)

@@ -2,13 +2,17 @@
 
     python -m benchmarks.offline --shape marian-base --batch 1 --batch 8
 
-Sources of 24 random tokens, 32 generated, `</s>` forbidden until then.
+Sources of 24 random tokens, 32 generated, `</s>` forbidden until then. Where other work runs beside
+it, `--threads 1 --cpu-seconds` counts the process's own seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from benchmarks.checkpoints import CT2_DTYPES, SHAPES, build
-from benchmarks.timing import Timed, Work, by_turns
+from benchmarks.timing import Clock, Timed, Work, by_turns
 from model.config import EngineConfig
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
@@ -77,7 +81,8 @@ def reference(model: Any, batch: list[list[int]], beams: int) -> Work:
 class Contest:
     """One shape, loaded by everybody."""
 
-    def __init__(self, shape: str, threads: int) -> None:
+    def __init__(self, shape: str, threads: int, clock: Clock) -> None:
+        self.clock = clock
         directories = build(shape, ROOT)
         checkpoint = directories["checkpoint"]
         self.ours = {d: load_model(checkpoint, "cpu", d) for d in (*CT2_DTYPES, "bfloat16")}
@@ -95,7 +100,7 @@ class Contest:
             **{f"CTranslate2 {d}": ct2(t, batch, beams) for d, t in self.ct2.items()},
             "transformers float32": reference(self.reference, batch, beams),
         }
-        return by_turns(works, rounds)
+        return by_turns(works, rounds, clock=self.clock)
 
 
 def row(timed: Timed, size: int, beams: int) -> str:
@@ -129,14 +134,53 @@ def main() -> None:
     parser.add_argument("--beams", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cpu-seconds", action="store_true", help="see above")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there as well")
     options = parser.parse_args()
+    if options.cpu_seconds and options.threads > 1:
+        parser.error("--cpu-seconds adds threads up: give --threads 1")
     torch.set_num_threads(options.threads)
+    lines = []
+    for line in report(options):
+        print(line, flush=True)
+        lines.append(line)
+    if options.write:
+        options.write.write_text("\n".join(lines) + "\n")
+
+
+def report(options: argparse.Namespace) -> Iterator[str]:
+    """The lines of a page with a table for each shape."""
+    yield "# Speed beside other engines"
+    yield ""
+    yield from conditions(options)
+    clock = time.process_time if options.cpu_seconds else time.perf_counter
     for shape in options.shape or SHAPES:
-        contest = Contest(shape, options.threads)
-        print(f"\n{shape}, {options.threads} threads, tokens a second\n\n{HEADER}", flush=True)
+        contest = Contest(shape, options.threads, clock)
+        yield ""
+        yield f"## {shape}, tokens a second"
+        yield ""
+        yield from HEADER.splitlines()
         for beams in options.beams or [1, 4]:
             for size in options.batch or ([1, 8, 32, 64] if beams == 1 else [1, 8, 32]):
-                print(row(contest.run(size, beams, options.rounds), size, beams), flush=True)
+                yield row(contest.run(size, beams, options.rounds), size, beams)
+
+
+def conditions(options: argparse.Namespace) -> Iterator[str]:
+    """What the figures depend on."""
+    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "ctranslate2", "transformers"))
+    seconds = "CPU seconds of the process" if options.cpu_seconds else "Seconds"
+    yield f"`python -m benchmarks.offline`, {packages}, {cpu()}."
+    yield f"Threads: {options.threads}. {seconds}, medians of {options.rounds} rounds by turns."
+    yield "A ratio is how many times as fast seqserve is in the same number format."
+
+
+def cpu() -> str:
+    """The processor's own name, and the extensions that decide on int8 and bfloat16."""
+    said = dict.fromkeys(Path("/proc/cpuinfo").read_text().splitlines())
+    name = next((line.partition(": ")[2] for line in said if line.startswith("model name")), "CPU")
+    flags = next((line.split() for line in said if line.startswith("flags")), [])
+    telling = [flag for flag in ("avx2", "avx512_vnni", "amx_int8", "amx_bf16") if flag in flags]
+    return f"{name} ({', '.join(telling)})"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the image without a Docker daemon, on a base of its own from Debian's packages.
+# Build the image without a Docker daemon, on a base of its own from Debian's packages, and see whether it keeps its
+# promises (deploy/check_image.py).
 #
 #   sudo apt-get install buildah debootstrap
 #   sudo deploy/build-with-buildah.sh [IMAGE] [buildah bud options...]
@@ -29,3 +30,4 @@ fi
 
 buildah bud --format docker --build-arg BASE_IMAGE="$base" --tag "$image" "$@" .
 buildah images "$image"
+deploy/check_image.py "$image"

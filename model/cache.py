@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelSpec
-from model.layers import MultiHeadAttention, padding_mask
+from model.layers import MultiHeadAttention, mask_bias, padding_mask
 from model.transformer import Transformer
 
 LENGTH_BLOCK = 64
@@ -95,6 +95,7 @@ class Pool:
         tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
         lengths: positions in use, one per live row.
         begun: positions behind those in use that a step may have begun to write.
+        held: whether the tensor stays when no rows live, for what is bound to it.
     """
 
     def __init__(self, shape: CacheShape) -> None:
@@ -102,6 +103,7 @@ class Pool:
         self.tensor = shape.zeros(0, 0)
         self.lengths: list[int] = []
         self.begun = 1
+        self.held = False
 
     @property
     def rows(self) -> int:
@@ -125,7 +127,7 @@ class Pool:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; only those that change place are copied."""
-        if not rows:
+        if not rows and not self.held:
             self.tensor = self.shape.zeros(0, 0)  # an idle service holds no cache
         in_use = self.tensor[:, :, : self.rows, :, : self.longest + self.begun]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
@@ -302,7 +304,8 @@ class SourceCache:
         sharing = Sharing.of([slot - first for slot in slots], device)
         mask = padding_mask(torch.tensor(pool.lengths[first:end], device=device), longest)
         live = pool.tensor[:, :, first:end, :, :longest]
-        return [SlotKeysValues(keys, values, mask, sharing) for keys, values in live]
+        bias = mask_bias(mask, pool.shape.dtype)
+        return [SlotKeysValues(keys, values, bias, sharing) for keys, values in live]
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ class EngineConfig:
         max_encoder_cache_bytes: of encoder outputs kept for sources that come again; 0 keeps none.
         lookahead: tokens of its source that are guessed to follow in one row at one step, at
             most; 0 guesses none. See `model.lookahead`.
+        cuda_graphs: whether decoding steps are recorded on CUDA devices, see `model.graphs`.
     """
 
     max_rows: int = 64
@@ -152,3 +153,4 @@ class EngineConfig:
     max_cache_tokens: int = 262_144
     max_encoder_cache_bytes: int = 64 * 2**20
     lookahead: int = 15
+    cuda_graphs: bool = False

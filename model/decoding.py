@@ -146,10 +146,10 @@ def ban_words(scores: Tensor, history: History, words: BannedWords) -> Tensor:
 def ban_early_end(scores: Tensor, history: History, minimum: Tensor) -> Tensor:
     """Ban what ends a target until `minimum` tokens are generated, itself not counted. No-op: 0."""
     too_early = history.generated_lengths < minimum
-    end = torch.zeros_like(scores, dtype=torch.bool)
+    scores = scores.clone()
     for id in history.spec.eos_ids:
-        end[:, id] = too_early
-    return scores.masked_fill(end, BANNED)
+        scores[:, id].masked_fill_(too_early, BANNED)
+    return scores
 
 
 def force_first(scores: Tensor, history: History, token: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ files have; what is in them is for who reads them to judge.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,39 @@ def homes_of(directory: Path) -> tuple[Path, ...]:
     if own.parent.name == "snapshots":
         return own, own.parent.parent / "blobs"
     return (own,)
+
+
+SUMS = "SHA256SUMS"
+"""File of a model directory that vouches for others: lines as `sha256sum` writes them."""
+
+SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def check_sums(directory: Path) -> None:
+    """Hold the files that the directory's `SHA256SUMS` lists against their hashes, if it has one.
+
+    Raises:
+        ModelError: names the file that is missing or differs, or the line that is no hash.
+    """
+    sums = directory / SUMS
+    if not sums.is_file():
+        return
+    for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
+        found = SUM.fullmatch(line)
+        if not found:
+            raise ModelError(
+                f"{sums}, line {number}: expected a SHA-256 and a file, got {line!r:.80}"
+            )
+        expected, path = found[1], directory / found[2]
+        if not path.is_file():
+            raise ModelError(f"{path}: {SUMS} lists it, but there is no such file")
+        check_inside(path, homes_of(directory))
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != expected:
+            raise ModelError(
+                f"{path}: not the file that {SUMS} names: its SHA-256 is {actual}, not {expected}"
+            )
 
 
 def check_inside(path: Path, homes: tuple[Path, ...]) -> None:

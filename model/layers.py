@@ -1,9 +1,9 @@
 """The parts a Transformer is made of, each readable on its own.
 
 Conventions: masks are boolean and True means "attend"; they broadcast against
-``[batch, heads, query, key]``. Shapes are written as ``[batch, length, dim]``. Only where a stack
-has a position bias (`RelativePositionBias`) do its self-attentions get that in place of a mask:
-numbers to add to the scores, -inf where the mask forbids.
+``[batch, heads, query, key]``. Shapes are written as ``[batch, length, dim]``. A stack makes of its
+mask, once for all its self-attentions, numbers to add to the scores, -inf where the mask forbids:
+zeros elsewhere (`mask_bias`), or its position bias (`RelativePositionBias`).
 
 References:
     Vaswani et al., "Attention Is All You Need", 2017 (https://arxiv.org/abs/1706.03762).
@@ -258,6 +258,11 @@ def padding_mask(lengths: Tensor, max_length: int) -> Tensor:
     return (keys[None, :] < lengths[:, None])[:, None, None, :]
 
 
+def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add to attention scores, which is what kernels make of it each time."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 def attention_weights(
     query: Tensor, key: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
@@ -266,7 +271,8 @@ def attention_weights(
     Args:
         query: ``[..., query, head_dim]``.
         key: ``[..., key, head_dim]``.
-        mask: boolean, broadcastable to ``[..., query, key]``; True attends. Or a position bias.
+        mask: boolean, broadcastable to ``[..., query, key]``; True attends. Or numbers to add to
+            the scores.
         scale: in place of 1 / √d_k.
 
     Returns:
@@ -295,8 +301,8 @@ def attention(
     Args:
         query: ``[batch, heads, query, head_dim]``.
         key, value: ``[batch, heads, key, head_dim]``.
-        mask: boolean, broadcastable to ``[batch, heads, query, key]``; True attends. Or a position
-            bias, in the dtype of the query.
+        mask: boolean, broadcastable to ``[batch, heads, query, key]``; True attends. Or numbers to
+            add to the scores, in the dtype of the query.
         dropout: applied to the weights while training (section 5.4 applies it to sub-layer
             outputs only; the tutorial and most code since also drop weights).
         scale: in place of 1 / √d_k.
@@ -367,8 +373,10 @@ class MultiHeadAttention(nn.Module):
         """`queries` and `keys_values` of the same ``x``."""
         if self.joined is None:
             return self.queries(x), *self.keys_values(x)
-        queries, keys, values = self.joined(x).chunk(3, dim=-1)
-        return self._split(queries), self._split(keys), self._split(values)
+        joined = self.joined(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
+        # [batch, length, 3, heads, head_dim] -> three of [batch, heads, length, head_dim]
+        queries, keys, values = joined.permute(2, 0, 3, 1, 4).unbind()
+        return queries, keys, values
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """``[batch, key, dim]`` -> keys and values, each ``[batch, heads, key, head_dim]``."""
@@ -568,12 +576,18 @@ class BiasedOutput(nn.Module):
     def __init__(self, projection: nn.Linear, vocab_size: int) -> None:
         super().__init__()
         self.projection = projection
-        self.bias = nn.Parameter(torch.zeros(1, vocab_size))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(1, vocab_size))
+
+    def join_bias(self) -> None:
+        """Let the output layer add the bias, on its way through the logits."""
+        if self.bias is not None:
+            self.projection.bias = nn.Parameter(self.bias.detach()[0], requires_grad=False)
+            self.bias = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[rows, dim]`` -> ``[rows, vocab]``."""
         logits: Tensor = self.projection(hidden)
-        return logits + self.bias
+        return logits if self.bias is None else logits + self.bias
 
 
 class UnsmoothedOutput(nn.Module):

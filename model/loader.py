@@ -17,9 +17,9 @@ from torch import nn
 from model import families
 from model.checkpoint import Checkpoint, ModelError, fill
 from model.config import EngineConfig, ModelSpec
-from model.files import check_files, check_sizes
+from model.files import check_files, check_sizes, check_sums
 from model.languages import Languages
-from model.packing import Int8Linear, PackedLinear, Packing, can_pack, can_quantize
+from model.packing import Int8Linear, Packing, can_pack, can_quantize, packed_linear
 from model.steppers import Stepper
 from model.tokenizer import Tokenizer
 
@@ -133,8 +133,9 @@ def load_model(
     Raises:
         ModelError: the directory cannot be served; the message says why.
     """
-    config = read_config(directory)
     check_files(directory)
+    check_sums(directory)
+    config = read_config(directory)
     family = find_family(directory, config)
     target_device = choose_device(device)
     if dtype not in DTYPES:
@@ -199,7 +200,7 @@ def choose_packing(device: torch.device, dtype: str) -> Packing | None:
     if device.type != "cpu" or not can_pack(DTYPES[dtype]):
         return None
     # A float32 table is the file's own pages; of any other, a second copy would weigh.
-    return Packing(partial(PackedLinear, dtype=DTYPES[dtype]), tied=dtype == "float32")
+    return Packing(partial(packed_linear, dtype=DTYPES[dtype]), tied=dtype == "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
+from model.graphs import StepGraphs
 from model.layers import MultiHeadAttention, causal_mask, padding_mask
 from model.passes import read_out
 from model.sequence import AttentionMaps, Forward, ForwardEvent
@@ -74,6 +75,9 @@ class CachedStepper:
         self.sources = SourceCache(shape)
         self.device = shape.device
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
+        self.graphs: StepGraphs | None = None
+        if config.cuda_graphs and self.device.type == "cuda":
+            self.graphs = StepGraphs(network, self.targets, self.sources)
 
     def join(self, rows: Sequence[Row]) -> None:
         live = len(self.sources.slots)
@@ -103,6 +107,11 @@ class CachedStepper:
 
     def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         part = slice(first, first + len(rows))
+        if self.graphs and len(rows) == self.targets.pool.rows:
+            repeated = self.graphs.step([row.last_token for row in rows])
+            if repeated is not None:
+                self.targets.advance(part)
+                return repeated
         tokens = torch.tensor([[row.last_token] for row in rows], device=self.device)
         past, mask, positions = self.targets.next_positions(part)
         hidden = self.network.decoder(tokens, past, self.sources.layers(part), mask, positions)

@@ -32,6 +32,7 @@ from model.families.seqserve import (
     parse,
     tokenizers,
 )
+from model.files import SUMS
 from model.loader import choose_device, load_model, read_config
 from model.steppers import pad_rows
 from model.tokenizer import Granularity, Tokenizer, build_tokenizer
@@ -488,6 +489,7 @@ class Trainer:
 
     def export(self) -> None:
         """Write the averaged model as a directory that can be served."""
+        (self.out / SUMS).unlink(missing_ok=True)  # it vouched for an earlier model
         tensors = {name: t.cpu().contiguous() for name, t in self.average.weights.items()}
         with replacing(self.out / "model.safetensors") as partial:
             save_file(tensors, partial)

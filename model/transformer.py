@@ -22,6 +22,7 @@ from model.layers import (
     RelativePositionBias,
     Residual,
     causal_mask,
+    mask_bias,
     padding_mask,
 )
 
@@ -166,6 +167,8 @@ class Encoder(nn.Module):
             every = torch.ones(1, src.shape[1], dtype=torch.bool, device=src.device)
             positions = torch.arange(src.shape[1], device=src.device)[None, :]
             mask = self.position_bias(positions, every if mask is None else mask)
+        elif mask is not None:
+            mask = mask_bias(mask, x.dtype)
         for layer in self.layers:
             x = layer(x, mask)
         memory: Tensor = self.norm(x)
@@ -217,6 +220,8 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = torch.arange(tgt.shape[1], device=tgt.device)[None, :]
             mask = self.position_bias(positions, mask)
+        else:
+            mask = mask_bias(mask, x.dtype)
         for layer, own_past, own_source in zip(self.layers, past, source, strict=True):
             x = layer(x, own_past, own_source, mask)
         hidden: Tensor = self.norm(x)

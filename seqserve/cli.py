@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from seqserve import __version__
+
 HOW_TO_GET_THE_SERVER = """\
 seqserve: the server is not installed here ({missing} is missing), only the client library.
 It runs from a checkout or from the container image:
@@ -19,5 +21,8 @@ def main() -> None:
     try:
         cli = importlib.import_module("service.cli")
     except ModuleNotFoundError as error:
+        if sys.argv[1:] == ["--version"]:
+            print(f"seqserve {__version__}")
+            return
         sys.exit(HOW_TO_GET_THE_SERVER.format(missing=error.name))
     cli.main()

@@ -153,6 +153,10 @@ class Settings(BaseSettings):
         description="Tokens of its source that are guessed to follow in one row at one step, at "
         "most; 0 guesses none.",
     )
+    cuda_graphs: bool = Field(
+        EngineConfig.cuda_graphs,
+        description="Record decoding steps as CUDA graphs. Of no effect on a CPU.",
+    )
     max_queue: int = Field(
         4096,
         ge=1,
@@ -354,4 +358,5 @@ def engine_config(settings: Settings) -> EngineConfig:
         max_cache_tokens=settings.max_cache_tokens,
         max_encoder_cache_bytes=settings.max_encoder_cache_bytes,
         lookahead=settings.lookahead,
+        cuda_graphs=settings.cuda_graphs,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -15,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from model.evaluation import evaluate, translate
+from model.files import SUMS, check_sums
 from model.loader import LoadedModel, load_model
 from model.training import read_pairs
 from seqserve import Client
+from service.hub import FILES
 
 from .conftest import ROOT, Server, serving
 
@@ -133,9 +134,11 @@ def test_unknown_characters_are_counted(server: Server) -> None:
 
 
 def test_the_files_are_those_of_the_card() -> None:
-    card = (WEIGHTS / "README.md").read_text()
-    digest = hashlib.sha256((WEIGHTS / "model.safetensors").read_bytes()).hexdigest()
-    assert digest in card
+    """Others than these are refused, see `model.files.check_sums`; here, that none is left out."""
+    listed = {line[66:] for line in (WEIGHTS / SUMS).read_text().splitlines()}
+    read = {f.name for f in WEIGHTS.iterdir()} & {*FILES, "model.safetensors"}
+    assert listed == read, "run make checksums"
+    check_sums(WEIGHTS)
     assert sum(f.stat().st_size for f in WEIGHTS.iterdir()) < 30_000_000
     assert "Carnegie Mellon University" in (WEIGHTS / "LICENSE").read_text()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint import ModelError
-from model.files import LARGEST_TEXT, check_files
+from model.files import LARGEST_TEXT, SUMS, check_files
 from model.loader import load_model
 from tests.builders import make_native_model
 
@@ -220,6 +222,64 @@ def test_of_a_thousand_faults_a_hundred_are_named(model: Path) -> None:
     message = refusal(model)
     assert "missing: " in message
     assert " more" in message[-20:]
+
+
+# --- hashes --------------------------------------------------------------------------------------
+
+LISTED = ("config.json", "model.safetensors", "source_tokenizer.json", "target_tokenizer.json")
+
+
+def list_sums(model: Path) -> None:
+    """As `sha256sum` would, in the directory."""
+    lines = [f"{hashlib.sha256((model / n).read_bytes()).hexdigest()}  {n}\n" for n in LISTED]
+    (model / SUMS).write_text("".join(lines))
+
+
+def test_a_directory_whose_files_have_their_hashes_is_served(model: Path) -> None:
+    list_sums(model)
+    load_model(model, "cpu")
+
+
+def test_sha256sum_s_own_output_is_read(model: Path) -> None:
+    command = ["sha256sum", "--binary", *LISTED]
+    done = subprocess.run(command, cwd=model, capture_output=True, text=True, check=True)
+    assert " *" in done.stdout
+    (model / SUMS).write_text(done.stdout)
+    load_model(model, "cpu")
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_listed_file_with_one_other_bit_is_refused_with_both_hashes(
+    model: Path, name: str
+) -> None:
+    list_sums(model)
+    content = bytearray((model / name).read_bytes())
+    expected = hashlib.sha256(content).hexdigest()
+    content[-1] ^= 1
+    (model / name).write_bytes(content)
+    message = refusal(model)
+    assert message.startswith(f"{model / name}: not the file that SHA256SUMS names")
+    assert expected in message
+    assert hashlib.sha256(content).hexdigest() in message
+
+
+def test_a_listed_file_that_is_not_there_is_named(model: Path) -> None:
+    list_sums(model)
+    (model / "target_tokenizer.json").unlink()
+    assert "target_tokenizer.json: SHA256SUMS lists it, but there is no such file" in refusal(model)
+
+
+@pytest.mark.parametrize("line", ["", "config.json", "0" * 63 + "  config.json", "<<<<<<< ours"])
+def test_a_list_with_a_line_that_is_no_hash_is_refused(model: Path, line: str) -> None:
+    list_sums(model)
+    (model / SUMS).write_text((model / SUMS).read_text() + line + "\n")
+    assert "SHA256SUMS, line 5: expected a SHA-256 and a file, got" in refusal(model)
+
+
+def test_a_list_leads_nowhere_else(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    (model / SUMS).write_text(f"{'0' * 64}  ../secret\n")
+    assert "leads out of the model's directory" in refusal(model)
 
 
 # --- tokenizers ----------------------------------------------------------------------------------

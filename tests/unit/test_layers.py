@@ -30,6 +30,7 @@ from model.layers import (
     attention_weights,
     causal_mask,
     halved_sinusoidal_table,
+    mask_bias,
     padding_mask,
     relative_buckets,
     sinusoidal_table,
@@ -173,6 +174,16 @@ def test_padding_mask_allows_keys_before_each_length() -> None:
     mask = padding_mask(torch.tensor([2, 0, 3]), 3)
     assert mask.shape == (3, 1, 1, 3)
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+
+
+def test_a_mask_as_numbers_to_add_attends_to_the_same() -> None:
+    mask = padding_mask(torch.tensor([3, 0]), 5)
+    bias = mask_bias(mask, torch.float32)
+    assert bias[:, 0, 0].tolist() == [[0.0] * 3 + [-math.inf] * 2, [-math.inf] * 5]
+    query, key, value = (torch.randn(2, 3, length, 4) for length in (2, 5, 5))
+    assert torch.equal(attention(query, key, value, bias), attention(query, key, value, mask))
+    weights = [attention_weights(query, key, m) for m in (bias, mask)]
+    assert torch.equal(*weights)
 
 
 def test_masked_keys_have_no_influence() -> None:
@@ -430,7 +441,14 @@ def test_an_output_may_have_a_bias_of_its_own() -> None:
     with torch.no_grad():
         output.bias.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
     hidden = torch.randn(4, 2)
-    assert torch.equal(output(hidden), projection(hidden) + torch.tensor([1.0, 2.0, 3.0]))
+    expected = projection(hidden) + torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(output(hidden), expected)
+    output.join_bias()
+    close(output(hidden), expected)
+    assert [name for name, _ in output.named_parameters()] == [
+        "projection.weight",
+        "projection.bias",
+    ]
 
 
 # --- relative positions --------------------------------------------------------------------------

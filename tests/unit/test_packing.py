@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import model.loader
+import model.packing
 from model.config import EngineConfig
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.packing import Int8Linear, PackedLinear, can_pack, can_quantize, round_up
+from model.packing import (
+    Int8Linear,
+    MklLinear,
+    OneDnnLinear,
+    can_pack,
+    can_quantize,
+    has_int8_tiles,
+    has_mkl,
+    packed_linear,
+    round_up,
+)
 from model.sequence import Decoding, Forward, Sequence, TokenEvent
 from tests.builders import make_native_model, make_tutorial_model
 
@@ -22,6 +35,27 @@ needs_packing = pytest.mark.skipif(
 )
 needs_int8 = pytest.mark.skipif(
     not can_quantize(), reason="this build of torch has no int8 kernels for this CPU"
+)
+tiles = pytest.mark.parametrize(
+    "tiles",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(not has_int8_tiles(), reason="this CPU has no matrix unit"),
+        ),
+    ],
+)
+float32_layers = pytest.mark.parametrize(
+    "make",
+    [
+        partial(OneDnnLinear, dtype=torch.float32),
+        pytest.param(
+            MklLinear,
+            marks=pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL"),
+        ),
+    ],
+    ids=["onednn", "mkl"],
 )
 
 ROWS = (1, 2, 3, 7, 16, 33)
@@ -43,11 +77,14 @@ def linear(inputs: int, outputs: int, bias: bool = True, seed: int = 0) -> nn.Li
 
 
 @needs_packing
+@float32_layers
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (13, 7), (64, 257), (300, 5)])
-def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool) -> None:
+def test_a_packed_layer_computes_the_same(
+    make: Callable[[nn.Linear], nn.Module], inputs: int, outputs: int, bias: bool
+) -> None:
     plain = linear(inputs, outputs, bias)
-    packed = PackedLinear(plain, torch.float32)
+    packed = make(plain)
     for rows in ROWS:
         x = torch.randn(rows, inputs)
         torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
@@ -55,10 +92,29 @@ def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool)
     torch.testing.assert_close(packed(grid), plain(grid), atol=1e-5, rtol=1e-5)
 
 
+@needs_packing
+@float32_layers
+def test_a_packed_row_is_the_same_to_the_last_bit_whatever_its_company(
+    make: Callable[[nn.Linear], nn.Module],
+) -> None:
+    packed, x = make(linear(512, 300)), torch.randn(64, 512)
+    together = packed(x)
+    for rows in (*ROWS, 5, 12, 48):
+        assert torch.equal(packed(x[:rows]), together[:rows])
+
+
+@needs_packing
+def test_wide_layers_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.packing, "WIDE", 10)
+    narrow = MklLinear if has_mkl() else OneDnnLinear
+    assert isinstance(packed_linear(linear(4, 9), torch.float32), narrow)
+    assert isinstance(packed_linear(linear(4, 10), torch.float32), OneDnnLinear)
+
+
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU has no bfloat16 kernels")
 def test_a_packed_layer_in_bfloat16_computes_the_same() -> None:
     plain = linear(64, 40).bfloat16()
-    packed = PackedLinear(plain, torch.bfloat16)
+    packed = OneDnnLinear(plain, torch.bfloat16)
     x = torch.randn(5, 64).bfloat16()
     found, exact = packed(x), plain.float()(x.float())
     assert found.dtype == torch.bfloat16
@@ -66,11 +122,12 @@ def test_a_packed_layer_in_bfloat16_computes_the_same() -> None:
 
 
 @needs_int8
-def test_int8_products_equal_a_hand_computed_one() -> None:
+@tiles
+def test_int8_products_equal_a_hand_computed_one(tiles: bool) -> None:
     plain = linear(2, 2)
     plain.weight.copy_(torch.tensor([[1.27, -0.64], [-2.54, 0.0]]))  # scales 0.01 and 0.02
     plain.bias.copy_(torch.tensor([10.0, 20.0]))
-    packed = Int8Linear(plain)
+    packed = Int8Linear(plain, tiles)
     found = packed(torch.tensor([[3.0, -3.0], [0.0, 5.0], [0.0, 0.0]]))
     # +-1 and 0 are exact in 7 and in 8 bits: 3 * (1.27 + 0.64), 3 * -2.54; 5 * -0.64; nothing.
     expected = torch.tensor([[15.73, 12.38], [6.8, 20.0], [10.0, 20.0]])
@@ -78,29 +135,35 @@ def test_int8_products_equal_a_hand_computed_one() -> None:
 
 
 @needs_int8
+@tiles
 @pytest.mark.parametrize("bias", [True, False])
-def test_int8_is_near_the_plain_layer(bias: bool) -> None:
+def test_int8_is_near_the_plain_layer(bias: bool, tiles: bool) -> None:
     plain = linear(128, 64, bias)
     x = torch.randn(16, 128) * torch.logspace(-3, 3, 16)[:, None]  # rows of very different size
-    found, expected = Int8Linear(plain)(x), plain(x)
+    found, expected = Int8Linear(plain, tiles)(x), plain(x)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.max()) < 0.03
 
 
 @needs_int8
-def test_an_int8_row_is_the_same_to_the_last_bit_whatever_its_company() -> None:
-    packed = Int8Linear(linear(96, 50))
-    x = torch.randn(40, 96)
-    company = torch.cat([x, 1e6 * torch.randn(3, 96), torch.zeros(1, 96)])
+@tiles
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 50), (64, 256)])
+def test_an_int8_row_is_the_same_to_the_last_bit_whatever_its_company(
+    inputs: int, outputs: int, tiles: bool
+) -> None:
+    packed = Int8Linear(linear(inputs, outputs), tiles)
+    x = torch.randn(40, inputs)
+    company = torch.cat([x, 1e6 * torch.randn(3, inputs), torch.zeros(1, inputs)])
     together = packed(company)
     for row in range(40):
         assert torch.equal(packed(x[row : row + 1])[0], together[row])
 
 
 @needs_int8
+@tiles
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_broken_row_shows_and_breaks_no_other(broken: float) -> None:
-    packed = Int8Linear(linear(8, 4))
+def test_a_broken_row_shows_and_breaks_no_other(broken: float, tiles: bool) -> None:
+    packed = Int8Linear(linear(8, 4), tiles)
     x = torch.randn(3, 8)
     expected = packed(x)
     x[1, 2] = broken
@@ -110,11 +173,20 @@ def test_a_broken_row_shows_and_breaks_no_other(broken: float) -> None:
 
 
 @needs_int8
-def test_an_output_without_weights_is_its_bias() -> None:
+@tiles
+def test_an_output_without_weights_is_its_bias(tiles: bool) -> None:
     plain = linear(4, 3)
     plain.weight[1] = 0.0
-    found = Int8Linear(plain)(torch.randn(2, 4))
+    found = Int8Linear(plain, tiles)(torch.randn(2, 4))
     assert torch.equal(found[:, 1], plain.bias[1].expand(2))
+
+
+@needs_int8
+@pytest.mark.skipif(not has_int8_tiles(), reason="this CPU has no matrix unit")
+def test_a_matrix_unit_finds_what_vector_instructions_find() -> None:
+    plain, x = linear(300, 70), torch.randn(33, 300)
+    found, expected = Int8Linear(plain, tiles=True)(x), Int8Linear(plain, tiles=False)(x)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_are_rounded_up_to_few_numbers() -> None:
@@ -152,7 +224,7 @@ SOURCES = [[4, 5, 6], [7], [8, 9, 10, 11, 12, 4, 4], [20, 5]]
 @needs_packing
 def test_a_packed_model_answers_like_the_plain_one(native: Path) -> None:
     plain, packed = load_model(native, "cpu", packed=False), load_model(native, "cpu")
-    assert any(isinstance(module, PackedLinear) for module in packed.network.modules())
+    assert any(isinstance(m, MklLinear | OneDnnLinear) for m in packed.network.modules())
     assert not any(isinstance(module, nn.Linear) for module in packed.network.modules())
     assert packed.parameters == plain.parameters
     assert answers(packed, SOURCES) == answers(plain, SOURCES)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from model.checkpoint import ModelError
 from model.evaluation import translate
 from model.families.seqserve import TransformerConfig
+from model.files import SUMS
 from model.loader import load_model
 from model.training import (
     Progress,
@@ -496,6 +497,13 @@ def test_files_of_an_export_are_readable_by_everyone(tmp_path: Path) -> None:
     trainer(tmp_path).export()
     for path in tmp_path.iterdir():
         assert path.stat().st_mode & 0o044 == 0o044, path.name
+
+
+def test_an_export_takes_away_the_hashes_of_an_earlier_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    (tmp_path / SUMS).write_text(f"{'0' * 64}  model.safetensors\n")
+    run.export()
+    load_model(tmp_path, "cpu")
 
 
 def test_weight_decay_spares_biases_and_norms(tmp_path: Path) -> None:

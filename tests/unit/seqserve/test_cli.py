@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import pytest
 
-from seqserve import cli
+from seqserve import __version__, cli
 
 
 def test_a_bare_sdk_says_how_to_get_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +20,16 @@ def test_a_bare_sdk_says_how_to_get_the_server(monkeypatch: pytest.MonkeyPatch) 
         cli.main()
     assert "service.cli is missing" in str(ended.value)
     assert "make setup" in str(ended.value)
+
+
+def test_a_bare_sdk_knows_its_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "service", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "service.cli", None)
+    monkeypatch.setattr(sys, "argv", ["seqserve", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"seqserve {__version__}\n"
 
 
 def test_with_a_server_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

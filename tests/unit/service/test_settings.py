@@ -115,6 +115,7 @@ def test_root_paths_begin_with_a_slash_and_end_without(given: str, path: str) ->
 
 def test_the_engine_gets_its_share() -> None:
     share = {"max_rows": 3, "max_cache_tokens": 77, "max_encoder_cache_bytes": 0, "lookahead": 5}
+    share["cuda_graphs"] = True
     assert engine_config(Settings(**share)) == EngineConfig(**share)  # type: ignore[arg-type]
 
 
