@@ -10,58 +10,36 @@ are enough.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from benchmarks.models import MARIAN_BASE, write_model
 from benchmarks.timing import by_turns
 from model.config import EngineConfig
 from model.engine import Engine
-from model.families.seqserve import TransformerConfig, build
 from model.loader import LoadedModel, load_model
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
 
-SHAPE = TransformerConfig(
-    *(32_000, 32_000),
-    dim=512,
-    heads=8,
-    hidden_dim=2048,
-    encoder_layers=6,
-    decoder_layers=6,
-    max_src=64,
-    max_tgt=64,
-)
 SRC, NEW = 24, 32
 BATCHES = (1, 8, 32, 64, 256)
 DTYPES = ("float32", "bfloat16", "float16")
 STEPS, GRAPHS = "steps", "graphs"
 SPREAD = 3.0
-"""How much wider than a fresh model's weights are drawn, so that answers vary."""
-
-
-def make_model(directory: Path) -> None:
-    torch.manual_seed(0)
-    tensors = {name: weight.detach() for name, weight in build(SHAPE).named_parameters()}
-    wide = {n: t * SPREAD if t.dim() > 1 else t for n, t in tensors.items()}
-    save_file(wide, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "seqserve", **asdict(SHAPE)}))
 
 
 def decode(engine: Engine, rows: int) -> list[list[int]]:
     """The answers of so many rows at once."""
     draw = torch.Generator().manual_seed(rows)
-    sources = torch.randint(4, SHAPE.src_vocab_size, (rows, SRC), generator=draw).tolist()
+    sources = torch.randint(4, MARIAN_BASE.src_vocab_size, (rows, SRC), generator=draw).tolist()
     decoding = Decoding(NEW, min_new_tokens=NEW)
-    batch = [Row(source, [SHAPE.bos_id], decoding) for source in sources]
+    batch = [Row(source, [MARIAN_BASE.bos_id], decoding) for source in sources]
     for row in batch:
         engine.submit(row)
     for _ in engine.run():
@@ -110,7 +88,7 @@ def main() -> None:
     lines = list(head)
     print("\n".join(head))
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory))
+        write_model(Path(directory), MARIAN_BASE, SPREAD)
         for row in table(Path(directory), options.rounds):
             print(row, flush=True)
             lines.append(row)

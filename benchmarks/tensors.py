@@ -13,25 +13,16 @@ import socket
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
 from multiprocessing import Process
 from pathlib import Path
 
-from safetensors.torch import save_file
-
+from benchmarks.models import write_model
 from benchmarks.servers import SEQSERVE, free_port, running
-from model.families.seqserve import TransformerConfig, build
+from model.families.seqserve import TransformerConfig
 
-ROWS, POSITIONS, VOCAB = 8, 64, 32_000
+ROWS, POSITIONS = 8, 64
+SHAPE = TransformerConfig(100, 32_000, dim=64, hidden_dim=128, max_tgt=POSITIONS)
 BUFFER = bytearray(1 << 20)
-
-
-def make_model(directory: Path) -> None:
-    """A small model with a large vocabulary."""
-    shape = TransformerConfig(100, VOCAB, dim=64, hidden_dim=128, max_tgt=POSITIONS)
-    tensors = {name: weight.detach() for name, weight in build(shape).named_parameters()}
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "seqserve", **asdict(shape)}))
 
 
 def read(connection: socket.socket, count: int) -> float:
@@ -86,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory))
+        write_model(Path(directory), SHAPE)
         served, plain = free_port(), free_port()
         command = (*SEQSERVE, "serve", "--model", directory, "--log-level", "error")
         with running(*command, port=served):
