@@ -18,7 +18,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11; do 
 	&& echo $$candidate && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-browser soak bench check format checksums deploy-tools manifests \
+.PHONY: help setup serve test test-browser test-ray test-cluster ray-tools soak bench check format checksums deploy-tools manifests \
 	image release-tools locks audit dist clean tgi-client
 
 help: ## Show this list
@@ -54,6 +54,18 @@ test-browser: setup ## The page in a real browser, and its pictures in docs/pict
 
 soak: setup ## 20,000 requests of every kind to a real server: ARGS="--write docs/reliability.md"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+ray-tools: $(VENV)/.ray-tools ## Install Ray Serve
+
+$(VENV)/.ray-tools: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[ray]"
+	@touch $@
+
+test-ray: setup ray-tools ## The tests of the HTTP API again, with two replicas on Ray
+	$(BIN)/python -m pytest --on-ray tests/api -k on_ray $(ARGS)
+
+test-cluster: setup ray-tools ## Kill replicas and nodes of a Ray cluster under load: ARGS="--write docs/scaling.md"
+	$(BIN)/python -m tests.cluster $(ARGS)
 
 bench: setup ## Speed beside CTranslate2 and transformers: ARGS="--shape marian-base --batch 8"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[bench]"

@@ -16,6 +16,7 @@ from fastapi.telemetry import TelemetryConfig
 
 from model.loader import LoadedModel
 from seqserve import __version__
+from service.catalogue import Catalogue, Entry
 from service.errors import install_error_handlers
 from service.keys import read_keys
 from service.logs import log_request
@@ -79,26 +80,31 @@ same envelope, and every response an `x-request-id`.
 
 def create_app(
     settings: Settings,
-    models: Mapping[str, LoadedModel] | None = None,
+    models: Mapping[str, LoadedModel] | Catalogue[Entry] | None = None,
     on_failure: Callable[[str], None] | None = None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """Build the application; its lifespan loads the models and ends their threads.
 
     Args:
-        models: models in memory, by name, to serve instead of the settings'.
+        models: models in memory, by name, to serve instead of the settings'; or those of other
+            processes.
         on_failure: called with the message when a model cannot be loaded.
         tracer: told of each request, if there is to be a trace of it.
     """
     keys = read_keys(settings)
-    locations = {} if models else settings.locations
-    host = Models(settings, locations, on_failure or logger.error, models)
+    host: Catalogue[Entry]
+    if isinstance(models, Catalogue):
+        host = models
+    else:
+        locations = {} if models else settings.locations
+        host = Models(settings, locations, on_failure or logger.error, models)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # In the background: /health answers while a large model is still being read.
         loading = asyncio.create_task(host.load())
-        if models:
+        if isinstance(models, Mapping):
             await loading
         try:
             yield

@@ -19,6 +19,7 @@ from seqserve import __version__
 from seqserve.errors import InvalidRequestError, SeqserveError
 from seqserve.parameters import GenerationParameters
 from seqserve.schemas import GenerateRequest
+from service.cluster.arguments import Arguments
 from service.hub import directory_of, locate
 from service.keys import read_keys
 from service.options import Option, given, in_terms_of_options, options_of, with_options
@@ -54,6 +55,13 @@ LOADING = options_of(
     env_prefix="SEQSERVE_",
 )
 MODEL = "Directory of the model, or its id on the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION."
+ON_RAY = "Replicas on Ray"
+SCALING = options_of(
+    Arguments,
+    only=("replicas", "autoscale", "cpus"),
+    panel=ON_RAY,
+    flags={"cpus": "--replica-cpus"},
+)
 GENERATING = options_of(GenerationParameters, panel="Generation parameters")
 
 
@@ -83,8 +91,19 @@ def _root(
 
 
 @app.command()
-@with_options(*SERVING)
-def serve(**options: Any) -> None:
+@with_options(*SERVING, *SCALING)
+def serve(
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            rich_help_panel=ON_RAY,
+            help="Serve with replicas on Ray: on the cluster that RAY_ADDRESS names, or one that "
+            "is started here. Needs the extra ray.",
+        ),
+    ] = False,
+    **options: Any,
+) -> None:
     """Answer requests over HTTP.
 
     Examples:
@@ -97,8 +116,11 @@ def serve(**options: Any) -> None:
 
     - `SEQSERVE_DTYPE=bfloat16 seqserve serve --host 0.0.0.0`
 
+    - `seqserve serve --ray --replicas 4 --threads 2` for more than one process
+
     Then `curl localhost:8000/generate -d '{"inputs": "hello"}'`; the documentation is at /docs.
     """
+    scaling = given({option.name: options.pop(option.name) for option in SCALING})
     settings = _settings(options)
     try:
         locations = settings.locations
@@ -109,6 +131,12 @@ def serve(**options: Any) -> None:
     for location in locations.values():
         if isinstance(location, Path):
             _check_directory(location)
+    if ray:
+        _serve_on_ray(settings, scaling)
+        return
+    for option in SCALING:
+        if option.name in scaling:
+            _fail(f"{option.typed} is about replicas, and needs --ray")
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
@@ -127,6 +155,21 @@ def serve(**options: Any) -> None:
         os._exit(1 if failure else 0)
     if failure:
         raise typer.Exit(1)
+
+
+def _serve_on_ray(settings: Settings, scaling: dict[str, Any]) -> None:
+    from service.cluster import command
+
+    try:
+        arguments = Arguments(**{"cpus": settings.threads or 1, **scaling})
+        command.check(arguments, settings)
+    except ValidationError as error:
+        _fail(in_terms_of_options(describe(error.errors(), Arguments), SCALING))
+    except command.RayError as error:
+        _fail(str(error))
+    failure = command.serve(settings, arguments)
+    if failure:
+        _fail(failure, code=1)
 
 
 def _settings(options: dict[str, Any]) -> Settings:

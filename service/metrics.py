@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -25,9 +25,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from seqserve import __version__
+from service.catalogue import Catalogue, Entry
 from service.figures import Tally
 from service.observation import RequestRecord
-from service.served import Models, ServedModel
+from service.served import ServedModel
 
 REQUEST_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0
@@ -39,6 +40,20 @@ TOKEN_SECONDS = (
 Labels: TypeAlias = tuple[str, ...]
 
 
+class Exposition(Protocol):
+    """What answers GET /metrics."""
+
+    async def exposition(self, accept: str) -> tuple[bytes, str]:
+        """All metrics as text.
+
+        Args:
+            accept: the request's header of that name.
+
+        Returns:
+            the text and its content type.
+        """
+
+
 class Metrics:
     """Counts requests and tells of them and of the engines.
 
@@ -46,7 +61,7 @@ class Metrics:
         models: those of the server.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Catalogue[Entry]) -> None:
         self._requests = RequestFigures()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._requests)
@@ -61,15 +76,12 @@ class Metrics:
         """A request has ended."""
         self._requests.observe(record)
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All metrics as text.
+    def families(self) -> list[Metric]:
+        """All metrics as they are now."""
+        return list(self._registry.collect())
 
-        Args:
-            accept: the request's header of that name.
-
-        Returns:
-            the text and its content type.
-        """
+    async def exposition(self, accept: str) -> tuple[bytes, str]:
+        """See `Exposition`."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -170,7 +182,7 @@ class RequestFigures(Collector):
 class ModelCollector(Collector):
     """Reads what the engines have counted when it is asked."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Catalogue[Entry]) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
@@ -178,15 +190,16 @@ class ModelCollector(Collector):
         yield gauges(
             "seqserve_build_info", "Always 1.", ("version", "torch", "python"), [(versions, 1)]
         )
-        served = self._models.served
-        yield from self._states(served)
+        yield from self._states()
+        served = self._models.here
         yield from self._loads(served)
         yield from self._steps(served)
         yield from self._encoder_caches(served)
         yield from self._device_memory(served)
 
-    def _states(self, served: list[ServedModel]) -> Iterator[Metric]:
-        ready = {model.name for model in served if model.state == "ready"}
+    def _states(self) -> Iterator[Metric]:
+        served = self._models.here
+        ready = {model.name for model in self._models.served if model.state == "ready"}
         yield gauges(
             "seqserve_model_ready",
             "Whether a model can answer.",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -24,9 +24,9 @@ from model.loader import LoadedModel, load_model
 from model.sequence import Decoding, FailureEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
-from seqserve.errors import InvalidRequestError, NotFoundError, UnavailableError
 from seqserve.schemas import Batches, EncoderCacheInfo, ModelInfo
 from service.admission import Admission
+from service.catalogue import Catalogue, State
 from service.defaults import default_decoding
 from service.figures import StepFigures
 from service.generation import Generator
@@ -36,8 +36,7 @@ from service.limits import within
 from service.rates import RestartBudget
 from service.runner import Runner
 from service.settings import Pair, Settings, engine_config
-from service.translation import Direction, Directions, Translator, directions_of
-from service.validation import shown
+from service.translation import Directions, directions_of
 from service.vocabulary import Side, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -53,8 +52,6 @@ EXPECTED_FAILURES = (
     GenerationError,
 )
 """What loading raises for reasons that its message explains."""
-
-State = Literal["loading", "ready", "failed", "draining"]
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,8 @@ class ServedModel:
         )
 
 
-class Models:
-    """All models of a server, in order; the first one is the default.
+class Models(Catalogue[ServedModel]):
+    """The models of this process.
 
     Args:
         locations: name -> where each model is.
@@ -179,27 +176,29 @@ class Models:
         on_failure: Callable[[str], None],
         loaded: Mapping[str, LoadedModel] | None = None,
     ) -> None:
-        self.settings = settings
-        self._failures: dict[str, str] = {}  # name -> why it could not be loaded
         self._locations = dict(locations)
         self._on_failure = on_failure
         self._loaded = dict(loaded or {})
-        self._served: dict[str, ServedModel] = {}
-        self.draining = False
-        self._pairs = settings.pairs_of(self.names)
+        self._settled = asyncio.Event()
+        super().__init__(settings, {**self._loaded, **self._locations})
 
     @property
-    def names(self) -> list[str]:
-        return list({**self._loaded, **self._locations})
-
-    @property
-    def served(self) -> list[ServedModel]:
+    def here(self) -> list[ServedModel]:
         """Those in memory."""
-        return list(self._served.values())
+        return self.served
+
+    def get(self, name: str | None) -> ServedModel:
+        """See `Catalogue.get`."""
+        return self.find(name)
 
     async def load(self) -> None:
         """Load all side by side, off the event loop; each answers as soon as it is there."""
         await asyncio.gather(*map(self._load, self.names))
+        self._settled.set()
+
+    async def settled(self) -> None:
+        """Wait until each is in memory, or cannot be."""
+        await self._settled.wait()
 
     async def _load(self, name: str) -> None:
         try:
@@ -211,7 +210,7 @@ class Models:
             self._fail(name, error)
             return
         model.runner.draining = self.draining
-        self._served[name] = model
+        self._known[name] = model
         logger.info("model %s is ready", name)
 
     async def _read(self, name: str) -> LoadedModel:
@@ -242,70 +241,8 @@ class Models:
         else:
             self._on_failure(f"model {name}: {message}")
 
-    def get(self, name: str | None) -> ServedModel:
-        """The model that a request asks for.
-
-        Raises:
-            NotFoundError: there is none of this name.
-            UnavailableError: it is not in memory yet.
-        """
-        names = self.names
-        wanted = names[0] if name is None else name
-        if wanted not in names:
-            raise NotFoundError(
-                f"there is no model {shown(wanted)}; there are: {', '.join(names)}", "model"
-            )
-        if wanted not in self._served:
-            coming = wanted not in self._failures
-            raise UnavailableError(self._why_not(wanted), retry_after=1 if coming else None)
-        return self._served[wanted]
-
-    @property
-    def translator(self) -> Translator:
-        """What the models in memory translate: first those that pairs are set for."""
-        in_order = sorted(self.names, key=lambda name: not self._pairs[name])
-        served = (self._served[name] for name in in_order if name in self._served)
-        return Translator([each for model in served for each in model.directions])
-
-    def direction(self, source: str, target: str) -> Direction:
-        """Which model translates one language to another, and how.
-
-        Raises:
-            InvalidRequestError: none does.
-            UnavailableError: none in memory does, and others are still loading.
-        """
-        try:
-            return self.translator.find(source, target)
-        except InvalidRequestError:
-            for name in self.names:
-                if name not in self._served and name not in self._failures:
-                    raise UnavailableError(self._why_not(name), retry_after=1) from None
-            raise
-
-    def check_ready(self) -> None:
-        """Return if some model can answer.
-
-        Raises:
-            UnavailableError: none can; the message says why.
-        """
-        if self.draining:
-            raise UnavailableError("the server is shutting down")
-        if any(model.runner.ready for model in self.served):
-            return
-        raise UnavailableError("; ".join(map(self._why_not, self.names)))
-
-    def info(self) -> list[ModelInfo]:
-        return [self._info(name) for name in self.names]
-
-    def _info(self, name: str) -> ModelInfo:
-        if name in self._served:
-            return self._served[name].info()
-        if name in self._failures:
-            return ModelInfo(name=name, state="failed", error=self._failures[name])
-        return ModelInfo(name=name, state="loading")
-
     async def drain(self, grace: float) -> bool:
-        """Accept nothing more; wait for what runs. False if the grace period was too short."""
+        """See `Catalogue.drain`."""
         self.draining = True
         for model in self.served:
             model.runner.draining = True
@@ -315,17 +252,8 @@ class Models:
         return all(done)
 
     async def stop(self) -> None:
-        """End all engine threads."""
+        """See `Catalogue.stop`."""
         await asyncio.gather(*(model.runner.stop() for model in self.served))
-
-    def _why_not(self, name: str) -> str:
-        """Why a model does not answer."""
-        if name in self._failures:
-            return f"model {name} is not loaded: {self._failures[name]}"
-        if name not in self._served:
-            return f"model {name} is still loading"
-        broken = self._served[name].runner.broken
-        return f"model {name} has failed" if broken else f"model {name} is being restarted"
 
 
 def warm_up(loaded: LoadedModel, config: EngineConfig) -> None:

@@ -111,16 +111,21 @@ class Server(uvicorn.Server):
         self._drain.cancel()
 
 
+def prepare_process(settings: Settings) -> None:
+    """What a process that runs an engine needs of itself: threads that give way, and a log."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    configure_logging(settings.log_level, settings.log_format)
+
+
 def serve(settings: Settings, listener: socket.socket) -> str | None:
     """Serve until a signal comes.
 
     Returns:
         why it ended, if it was for a model that cannot be loaded or traces that cannot be sent.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    configure_logging(settings.log_level, settings.log_format)
+    prepare_process(settings)
     try:
         tracer = exporting_tracer() if settings.tracing else None
     except TracingError as error:

@@ -18,10 +18,11 @@ from model.sequence import Event
 from seqserve.errors import ClientGoneError, InvalidRequestError
 from seqserve.schemas import TIMEOUT_LIMIT
 from service.admission import Work
+from service.catalogue import Catalogue, Entry
 from service.limits import check_body
 from service.observation import UNKNOWN_MODEL, record_of
 from service.runner import Ticket, too_late, work_of
-from service.served import Models, ServedModel
+from service.served import ServedModel
 from service.settings import Settings
 from service.tensors import TensorFile
 from service.validation import describe, parse_json
@@ -98,9 +99,9 @@ class Outcome:
     inference_time: float
 
 
-def models_of(request: Request) -> Models:
+def models_of(request: Request) -> Catalogue[Entry]:
     """The application's models."""
-    models: Models = request.app.state.models
+    models: Catalogue[Entry] = request.app.state.models
     return models
 
 

@@ -27,6 +27,7 @@ from seqserve.schemas import (
     Texts,
     Token,
 )
+from service.catalogue import Entry
 from service.defaults import default_decoding
 from service.errors import Dialect, renamed
 from service.numbers import dump_json
@@ -41,7 +42,6 @@ from service.routes.generate import (
     streamed,
     whole,
 )
-from service.served import ServedModel
 from service.validation import shown
 
 router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["openai"])
@@ -506,8 +506,8 @@ async def models(request: Request) -> ModelList:
 @router.get("/models/{name}", summary="OpenAI: one model", responses=ERRORS)
 async def model_card(request: Request, name: str) -> ModelCard:
     """Whether there is such a model, and whether it is in memory."""
-    return _card(models_of(request).get(name))
+    return _card(models_of(request).find(name))
 
 
-def _card(model: ServedModel) -> ModelCard:
+def _card(model: Entry) -> ModelCard:
     return ModelCard(id=model.name, created=int(model.loaded_at))

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from seqserve import __version__
 from seqserve.schemas import InfoResponse, Limits, StatusResponse
 from service.errors import responses
-from service.metrics import Metrics
+from service.metrics import Exposition
 from service.routes.common import models_of, settings_of
 from service.routes.tgi import endpoint_info
 
@@ -63,8 +63,8 @@ async def ready(request: Request) -> StatusResponse:
 )
 async def metrics(request: Request) -> Response:
     """In Prometheus' text format, or OpenMetrics where it is asked for."""
-    figures: Metrics = request.app.state.metrics
-    text, content_type = figures.exposition(request.headers.get("accept", ""))
+    figures: Exposition = request.app.state.metrics
+    text, content_type = await figures.exposition(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
 
 

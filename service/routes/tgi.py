@@ -28,6 +28,7 @@ from seqserve.schemas import (
     Texts,
     as_list,
 )
+from service.catalogue import Catalogue, Entry
 from service.defaults import default_decoding
 from service.errors import Dialect, renamed
 from service.observation import record_of
@@ -42,7 +43,7 @@ from service.routes.generate import (
     streamed,
     whole,
 )
-from service.served import Models, ServedModel
+from service.served import ServedModel
 from service.settings import Settings
 
 router = APIRouter(route_class=JsonRoute, tags=["text-generation-inference"])
@@ -351,7 +352,7 @@ def _times_of(request: HttpRequest) -> dict[str, str]:
     return {name: f"{milliseconds:.3f}" for name, milliseconds in told.items()}
 
 
-def endpoint_info(models: Models, settings: Settings) -> dict[str, Any]:
+def endpoint_info(models: Catalogue[Entry], settings: Settings) -> dict[str, Any]:
     """What /info says in text-generation-inference's words, of the first model."""
     name = models.names[0]
     told = {
@@ -369,11 +370,14 @@ def endpoint_info(models: Models, settings: Settings) -> dict[str, Any]:
     }
     for model in models.served:
         if model.name == name:
-            spec = model.loaded.spec
+            info = model.info()
+            assert info.device
+            assert info.max_source_tokens
+            assert info.max_target_tokens
             told |= {
-                "model_dtype": f"torch.{model.dtype}",
-                "model_device_type": model.loaded.device.type,
-                "max_input_tokens": spec.max_src,
-                "max_total_tokens": spec.max_src + spec.max_tgt,
+                "model_dtype": f"torch.{info.dtype}",
+                "model_device_type": info.device.partition(":")[0],
+                "max_input_tokens": info.max_source_tokens,
+                "max_total_tokens": info.max_source_tokens + info.max_target_tokens,
             }
     return told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from model.loader import LoadedModel, load_model
 from service.app import create_app
 from service.settings import Settings
 from tests.builders import make_native_model, make_tutorial_model
+from tests.cluster.serving import on_ray
+from tests.e2e.conftest import PATIENCE
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +51,38 @@ async def serving(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+IN_PROCESS, ON_RAY = "in_process", "on_ray"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Ask both, where that is wanted, whatever a test asks `client`."""
+    if "client" in metafunc.fixturenames and metafunc.config.getoption("on_ray"):
+        one_process = metafunc.definition.get_closest_marker("one_process")
+        targets = [IN_PROCESS] if one_process else [IN_PROCESS, ON_RAY]
+        metafunc.parametrize("client", targets, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-async def client(models: dict[str, LoadedModel]) -> AsyncIterator[httpx.AsyncClient]:
+def ray_url(models: dict[str, LoadedModel]) -> Iterator[str]:
+    """Where two replicas of each model are reached, behind a gateway."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    directories = {name: model.directory for name, model in models.items()}
+    with on_ray(directories, "--replicas", "2") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+async def client(
+    request: pytest.FixtureRequest, models: dict[str, LoadedModel]
+) -> AsyncIterator[httpx.AsyncClient]:
     """Both models with default settings."""
-    async with serving(create_app(Settings(), models)) as client:
-        yield client
+    if getattr(request, "param", IN_PROCESS) == ON_RAY:
+        url = request.getfixturevalue("ray_url")
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+            yield client
+    else:
+        async with serving(create_app(Settings(), models)) as client:
+            yield client
 
 
 class Api:

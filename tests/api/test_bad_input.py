@@ -306,6 +306,7 @@ async def test_a_body_over_the_limit_is_refused(client: httpx.AsyncClient) -> No
     assert "4194304 bytes" in response.json()["error"]
 
 
+@pytest.mark.one_process
 async def test_a_chunked_body_over_the_limit_is_not_read_to_its_end(
     client: httpx.AsyncClient,
 ) -> None:

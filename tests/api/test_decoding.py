@@ -85,6 +85,7 @@ async def test_constraints_hold(api: Api) -> None:
     assert len(set(unrepeated)) == len(unrepeated)
 
 
+@pytest.mark.one_process
 async def test_inputs_that_share_parameters_have_them_read_once(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

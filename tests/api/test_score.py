@@ -92,6 +92,7 @@ async def test_pairs_of_unlike_lengths_equal_each_alone(api: Api) -> None:
     assert [t["text"] for t in answers[1]["tokens"]] == ["</s>"]
 
 
+@pytest.mark.one_process
 async def test_several_targets_of_one_input_get_a_list(
     api: Api, native: LoadedModel, client: httpx.AsyncClient
 ) -> None:
@@ -118,6 +119,7 @@ async def test_a_likelier_target_has_the_lower_perplexity(api: Api) -> None:
     assert good["perplexity"] < bad["perplexity"]
 
 
+@pytest.mark.one_process
 async def test_impossible_tokens_are_null_and_so_is_what_they_enter(
     api: Api, native: LoadedModel
 ) -> None:
@@ -138,6 +140,7 @@ async def test_impossible_tokens_are_null_and_so_is_what_they_enter(
     assert other["logprob_sum"] < 0
 
 
+@pytest.mark.one_process
 async def test_a_perplexity_beyond_float32_is_null(api: Api, native: LoadedModel) -> None:
     network = native.network
     assert isinstance(network, Transformer)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -33,16 +35,23 @@ class Server:
     Args:
         arguments: of `seqserve serve`.
         program: what Python runs.
+        environment: variables beside those of this process.
 
     Attributes:
         url: where it listens.
         log: what it has written so far.
     """
 
-    def __init__(self, *arguments: str, program: tuple[str, ...] = SEQSERVE) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        program: tuple[str, ...] = SEQSERVE,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *program, "serve", "--threads", "1", *arguments],
             cwd=ROOT,
+            env={**os.environ, **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,6 +1,7 @@
 """Who may import whom: `service` knows HTTP, `model` knows tensors, `seqserve` knows neither."""
 
 import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -17,7 +18,8 @@ OPTIONAL = {
     "otel": "service/tracing.py",
     "progress": "seqserve/mapping.py",
 }
-SERVED = ["server", *OPTIONAL]
+SERVED = ["server", "ray", *OPTIONAL]
+ON_RAY = ROOT / "service" / "cluster"
 # Imported by name, and guaranteed by the dependency that is built on them or called otherwise.
 COMES_WITH = {
     "annotated_types": "pydantic",
@@ -53,7 +55,8 @@ def packages(modules: set[str]) -> set[str]:
 
 
 def declared(*lists: list[str]) -> set[str]:
-    return {requirement.split(">=")[0].replace("-", "_") for each in lists for requirement in each}
+    names = {re.split(r"[>\[]", requirement)[0] for each in lists for requirement in each}
+    return {name.replace("-", "_") for name in names}
 
 
 def test_model_imports_nothing_of_ours_but_the_parameters() -> None:
@@ -87,3 +90,12 @@ def test_an_optional_package_is_imported_by_one_file_and_only_when_needed(
     files = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
     assert [path for path in files if packages(imports_of(path)) & wanted] == [ROOT / only]
     assert not packages(imports_of(ROOT / only, at_once=True)) & wanted
+
+
+def test_ray_is_imported_only_to_serve_on_it() -> None:
+    files = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
+    with_ray = {path for path in files if "ray" in packages(imports_of(path))}
+    assert with_ray == {ON_RAY / "command.py", ON_RAY / "deployments.py"}
+    assert "ray" not in packages(imports_of(ON_RAY / "command.py", at_once=True))
+    at_once = set().union(*(imports_of(path, at_once=True) for path in files))
+    assert "service.cluster.deployments" not in at_once

@@ -53,6 +53,26 @@ def test_version() -> None:
     assert run("--version").stdout == f"seqserve {__version__}\n"
 
 
+# --- serve ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "2"], "--replicas is about replicas, and needs --ray"),
+        (["--autoscale", "1:2"], "--autoscale is about replicas, and needs --ray"),
+        (["--replica-cpus", "1"], "--replica-cpus is about replicas, and needs --ray"),
+        (["--ray", "--replicas", "0"], "--replicas must be at least 1, got 0"),
+        (["--ray", "--autoscale", "3:1"], "autoscale must be MIN:MAX with 1 <= MIN <= MAX"),
+        (["--ray", "--replicas", "2", "--autoscale", "1:2"], "give one of the two"),
+    ],
+)
+def test_replicas_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
+    done = run("serve", *options)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
 # --- generate ------------------------------------------------------------------------------------
 
 

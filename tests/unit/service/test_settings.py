@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from model.config import EngineConfig
-from service.cli import SERVING
+from service.cli import SCALING, SERVING
+from service.cluster.arguments import Arguments
 from service.hub import HubModel
 from service.settings import Pair, Settings, engine_config, named_model
 
@@ -136,3 +137,14 @@ def test_every_limit_is_in_the_operator_s_list() -> None:
     for option in SERVING:
         if option.name.startswith("max_"):
             assert f"`{option.typed}`" in limits, option.typed
+
+
+def test_the_options_about_replicas_are_documented() -> None:
+    for option in SCALING:
+        assert f"| `{option.typed}` |" in DOCS.read_text()
+
+
+def test_the_arguments_of_the_application_on_ray_are_documented() -> None:
+    scaling = DOCS.with_name("scaling.md").read_text()
+    for name in Arguments.model_fields:
+        assert f"| `{name}` |" in scaling
