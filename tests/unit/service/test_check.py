@@ -109,7 +109,7 @@ class TestComparison:
     ) -> None:
         def wrong(*arguments: Any) -> LoadedModel:
             model = load_model(*arguments)
-            model.network.get_parameter("output.bias")[0, 0] += 20
+            model.network.get_parameter("output.projection.bias")[0] += 20
             return model
 
         monkeypatch.setattr("model.loader.load_model", wrong)
