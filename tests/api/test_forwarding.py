@@ -76,6 +76,7 @@ async def gateway(
         yield await stack.enter_async_context(serving(front)), remotes
 
 
+@pytest.mark.one_process
 async def test_it_answers_as_a_server_of_one_process(
     client: httpx.AsyncClient, models: dict[str, LoadedModel]
 ) -> None:
