@@ -239,7 +239,7 @@ async def planned(request: Request, body: GenerateRequest) -> tuple[ServedModel,
     check_time(request, body.timeout)
     plans = await sized(await body_size(request), model.generator.plan, body)
     candidates = sum(plan.most_candidates for plan in plans)
-    advice = "ask for fewer inputs, or for a lower top_n_tokens or max_new_tokens"
+    advice = "ask for fewer inputs, a lower top_n_tokens or max_new_tokens, or no beam_steps"
     check_size(request, NUMBERS_PER_TOKEN * candidates, advice)
     return model, plans
 

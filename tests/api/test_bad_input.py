@@ -273,6 +273,13 @@ async def test_more_top_tokens_than_an_answer_may_hold_are_refused(api: Api) -> 
     assert "top_n_tokens" in envelope["error"]
 
 
+async def test_more_beams_of_steps_than_an_answer_may_hold_are_refused(api: Api) -> None:
+    parameters = {"num_beams": 8, "beam_steps": True, "max_new_tokens": 48}
+    envelope = await api.refused("/generate", inputs=["a"] * 1024, parameters=parameters)
+    assert f"{2 * 1024 * 48 * 2 * 8} numbers, at most 1000000" in envelope["error"]
+    assert "beam_steps" in envelope["error"]
+
+
 @pytest.mark.parametrize("name", ["input_ids", "target_ids"])
 async def test_a_million_mistakes_are_refused_for_the_first(api: Api, name: str) -> None:
     for wrong in ([1.5] * 500_000, [[1.5] * 500_000], [["x"]] * 1000):
