@@ -104,11 +104,23 @@ def test_a_packed_row_is_the_same_to_the_last_bit_whatever_its_company(
 
 
 @needs_packing
-def test_wide_layers_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.packing, "WIDE", 10)
-    narrow = MklLinear if has_mkl() else OneDnnLinear
-    assert isinstance(packed_linear(linear(4, 9), torch.float32), narrow)
-    assert isinstance(packed_linear(linear(4, 10), torch.float32), OneDnnLinear)
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(16, 16), (32, 64), (64, 64), (64, 192), (128, 128), (256, 1024)]
+)
+def test_a_row_is_the_same_in_any_company_in_layers_of_any_size(inputs: int, outputs: int) -> None:
+    packed, x = packed_linear(linear(inputs, outputs), torch.float32), torch.randn(33, inputs)
+    together = packed(x)
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows].clone()), together[:rows])
+
+
+@needs_packing
+def test_wide_and_narrow_layers_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.packing, "WIDE", 200)
+    between = MklLinear if has_mkl() else OneDnnLinear
+    assert isinstance(packed_linear(linear(128, 199), torch.float32), between)
+    for inputs, outputs in ((128, 200), (128, 127), (127, 128)):
+        assert isinstance(packed_linear(linear(inputs, outputs), torch.float32), OneDnnLinear)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU has no bfloat16 kernels")
