@@ -103,7 +103,7 @@ def test_rows_that_share_a_source_are_not_recorded(tmp_path: Path) -> None:
     assert recorder.recorded == 0
 
 
-def test_rows_in_excess_are_finite_and_few() -> None:
+def test_steps_are_recorded_for_few_numbers_of_rows() -> None:
     assert [bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 64)] == [
         *(1, 2, 4, 8, 8, 16, 16, 24, 64),
     ]
