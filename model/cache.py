@@ -17,6 +17,10 @@ from model.config import ModelSpec
 from model.layers import MultiHeadAttention, mask_bias, padding_mask
 from model.transformer import Transformer
 
+IDLE_BYTES = 2**27
+"""Of keys and values that a cache without rows holds on to, at most: new memory costs a burst of
+requests up to a tenth of its time."""
+
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
 
@@ -95,7 +99,7 @@ class Pool:
         tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
         lengths: positions in use, one per live row.
         begun: positions behind those in use that a step may have begun to write.
-        held: whether the tensor stays when no rows live, for what is bound to it.
+        held: whether the tensor stays when no rows live, however large, for what is bound to it.
     """
 
     def __init__(self, shape: CacheShape) -> None:
@@ -127,8 +131,8 @@ class Pool:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; only those that change place are copied."""
-        if not rows and not self.held:
-            self.tensor = self.shape.zeros(0, 0)  # an idle service holds no cache
+        if not rows and not self.held and self.tensor.nbytes > IDLE_BYTES:
+            self.release()
         in_use = self.tensor[:, :, : self.rows, :, : self.longest + self.begun]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
@@ -137,6 +141,10 @@ class Pool:
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
         in_use[:, :, len(rows) :].zero_()
         self.lengths = [self.lengths[row] for row in rows]
+
+    def release(self) -> None:
+        """Return the memory; no rows live."""
+        self.tensor = self.shape.zeros(0, 0)
 
     def wipe(self) -> None:
         """Leave nothing behind the live rows: a join that failed may have written there."""
@@ -302,9 +310,10 @@ class SourceCache:
         first, end = min(slots), max(slots) + 1
         longest = max(1, pool.longest)  # an empty source keeps one column that nobody may see
         sharing = Sharing.of([slot - first for slot in slots], device)
-        mask = padding_mask(torch.tensor(pool.lengths[first:end], device=device), longest)
+        lengths = pool.lengths[first:end]
         live = pool.tensor[:, :, first:end, :, :longest]
-        bias = mask_bias(mask, pool.shape.dtype)
+        mask = padding_mask(torch.tensor(lengths, device=device), longest)
+        bias = None if min(lengths) == longest else mask_bias(mask, pool.shape.dtype)
         return [SlotKeysValues(keys, values, bias, sharing) for keys, values in live]
 
 
@@ -344,11 +353,14 @@ class SlotKeysValues:
     """One layer's keys and values of sources: views ``[slots, heads, src, head_dim]``.
 
     Rows that share a source become its queries, so that keys and values are never copied.
+
+    Attributes:
+        mask: numbers to add to the scores, ``[slots, 1, 1, src]``; None where no source is padded.
     """
 
     keys: Tensor
     values: Tensor
-    mask: Tensor
+    mask: Tensor | None
     sharing: Sharing | None
 
     def attend(self, cross: MultiHeadAttention, x: Tensor) -> Tensor:

@@ -379,9 +379,12 @@ class Engine:
     def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
         """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones."""
         if self._searches:  # hypotheses are compared by their probabilities
-            searched = torch.tensor([row.decoding.num_beams > 1 for row in rows])
-            searched = searched.to(self.device)[:, None]
-            logits = torch.where(searched, logits.log_softmax(dim=-1), logits)
+            searched = [row.decoding.num_beams > 1 for row in rows]
+            found = logits.log_softmax(dim=-1)
+            if not all(searched):
+                mask = torch.tensor(searched).to(self.device)[:, None]
+                found = torch.where(mask, found, logits)
+            logits = found
         return self._processors_of(rows)(logits, History(rows, self.spec, self.device))
 
     def _processors_of(self, rows: tuple[Sequence, ...]) -> ProcessorBatch:
@@ -417,7 +420,7 @@ class Engine:
             events.append(FailureEvent(sequence, error))
             return True
         step.parents = search.advance(
-            step.scores[at].cpu(), lambda beam, token: step.told(at[beam], token)
+            step.of(at).cpu(), lambda beam, token: step.told(at[beam], token)
         )
         if not search.over:
             for index in range(len(sequence.tokens), search.agreed):
@@ -507,8 +510,7 @@ class Engine:
         self._paused |= self._searches
         self._searches = {}
         self.stepper.keep([])
-        if self.encoder_cache is not None:
-            self.encoder_cache.clear()
+        self.stepper.release()
         # The youngest, which have the least to replay, wait longest.
         eldest_first = sorted(everyone, key=lambda sequence: -len(sequence.tokens))
         self._wait_again(eldest_first, row_limit=half)
@@ -610,6 +612,11 @@ class Step:
         if widest := min(max(self._counts), logits.shape[-1]):
             values, ids = self._logprobs.topk(widest, dim=-1)
             self._top = list(zip(ids.tolist(), values.tolist(), strict=True))
+
+    def of(self, rows: list[int]) -> Tensor:
+        """The scores of some rows ``[rows, vocab]``: a view where they lie in a line."""
+        first, end = rows[0], rows[-1] + 1
+        return self.scores[first:end] if rows == [*range(first, end)] else self.scores[rows]
 
     def positions(self, row: int) -> range:
         """Where a live row and what was guessed of it stand among the step's rows."""

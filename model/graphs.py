@@ -130,6 +130,10 @@ class StepGraphs:
         inputs.fill(tokens, *lengths)
         return repeat()[:live].clone()  # the next step writes there
 
+    def release(self) -> None:
+        """Forget what was recorded, and the caches that it was recorded on."""
+        self._recorded, self._on = {}, ()
+
     def _run(self, inputs: Inputs) -> Tensor:
         """The step itself, on whole caches."""
         targets, sources = self._on

@@ -16,6 +16,9 @@ from model.sequence import Sequence as Row
 
 _MASK = 2**64 - 1
 
+BLOCK = 256
+"""Scores of which only the highest is looked at first. 128 to 512 are equally good."""
+
 
 def mix(x: int) -> int:
     """SplitMix64's finaliser (Steele, Lea and Flood, 2014): scatters 64 bits, one to one."""
@@ -49,14 +52,42 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     return drawn.clamp(max=scores.shape[-1] - 1)
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """The token of the highest score; of ties the first.
+
+    On a CPU a maximum alone is found many times as fast as with its place. So the highest of each
+    block comes first, and places are sought among blocks, and in the one block that has it.
+
+    Args:
+        scores: ``[rows, vocab]``.
+
+    Returns:
+        ids ``[rows]``.
+    """
+    vocab = scores.shape[-1]
+    whole = vocab // BLOCK * BLOCK
+    if scores.device.type != "cpu" or not whole:
+        return scores.max(dim=-1).indices
+    blocks = scores[:, :whole].reshape(len(scores), -1, BLOCK)
+    highest = blocks.amax(dim=-1)  # [rows, blocks]
+    if whole < vocab:
+        rest = scores[:, whole:].amax(dim=-1, keepdim=True)
+        highest = torch.cat([highest, rest], dim=1)
+    first = highest.max(dim=-1).indices * BLOCK  # [rows]
+    # Ids behind the vocabulary repeat its last one: no tie of theirs comes first.
+    ids = (first[:, None] + torch.arange(BLOCK)).clamp_(max=vocab - 1)  # [rows, block]
+    within: Tensor = scores.gather(1, ids).max(dim=-1).indices
+    return first + within
+
+
 def pick(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     """Each row's next token ``[rows]``: drawn where it samples, else the likeliest."""
-    likeliest = scores.max(dim=-1).indices  # of ties the first; argmax takes 2.5 times as long
+    greedy = likeliest(scores)
     if not any(row.decoding.sample for row in rows):
-        return likeliest
+        return greedy
     samples = torch.tensor([row.decoding.sample for row in rows], device=scores.device)
     uniforms = torch.tensor([_uniform_of(row) for row in rows], dtype=torch.float64)
-    return torch.where(samples, draw(scores, uniforms.to(scores.device)), likeliest)
+    return torch.where(samples, draw(scores, uniforms.to(scores.device)), greedy)
 
 
 def _uniform_of(row: Row) -> float:

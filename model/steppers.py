@@ -44,6 +44,10 @@ class Stepper(Protocol):
         """Keep these rows, in this order, and drop the others."""
         ...
 
+    def release(self) -> None:
+        """Return, where no rows live, all memory that is held for rows to come."""
+        ...
+
     def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         """What each teacher-forced pass reports of its logits."""
         ...
@@ -144,6 +148,13 @@ class CachedStepper:
         self.targets.keep(rows)
         self.sources.keep(rows)
 
+    def release(self) -> None:
+        if self.graphs is not None:
+            self.graphs.release()
+        self.targets.pool.release()
+        self.sources.pool.release()
+        self.encoder_cache.clear()
+
     def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device, self.encoder_cache)
 
@@ -171,6 +182,9 @@ class ResubmittingStepper:
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
     def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:

@@ -28,6 +28,12 @@ SHAPE = [
     _shape("encoder_layers", int, "3", "Depth of the encoder."),
     _shape("decoder_layers", int, "3", "Depth of the decoder."),
     _shape(
+        "relative_positions",
+        bool,
+        "",
+        "Add a learned number to each self-attention score, by how far apart two tokens are.",
+    ),
+    _shape(
         "dropout",
         float,
         "0.1",

@@ -82,6 +82,11 @@ def make_native_model(directory: Path, seed: int = 0, **shape: Any) -> Path:
     return directory
 
 
+def make_relative_model(directory: Path, seed: int = 0, **shape: Any) -> Path:
+    """`make_native_model`, with relative positions."""
+    return make_native_model(directory, seed, relative_positions=True, **shape)
+
+
 @torch.no_grad()
 def lively_network(config: TransformerConfig, seed: int = 0) -> Transformer:
     """A random network, in eval mode, whose greedy outputs vary in tokens and in length."""

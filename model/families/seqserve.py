@@ -1,9 +1,10 @@
 """The project's own family: the paper's Transformer with pre-norm, as `seqserve train` makes it.
 
 Differences from the paper, each because it trains better in few hours on a CPU: pre-norm with a
-final norm (Xiong et al., 2020), dropout on attention weights too, output layer tied to the target
-embedding (Press and Wolf, 2017, https://arxiv.org/abs/1608.05859) where the config says so. And
-one for those who take probabilities at their word: label smoothing is undone in what is served.
+final norm (Xiong et al., 2020), dropout on attention weights too, and where the config says so an
+output layer tied to the target embedding (Press and Wolf, 2017, https://arxiv.org/abs/1608.05859)
+and relative positions beside the sinusoids (Raffel et al., 2019, section 2.1). And one for those
+who take probabilities at their word: label smoothing is undone in what is served.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from model.layers import (
     LayerNorm,
     MultiHeadAttention,
     PreNorm,
+    RelativePositionBias,
     SinusoidalPositions,
     UnsmoothedOutput,
     token_table,
@@ -39,6 +41,9 @@ from model.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, Tran
 MODEL_TYPES = ("seqserve",)
 
 PREFIX = ""
+
+BUCKETS, MAX_DISTANCE = 32, 128
+"""Of relative positions; T5's."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class TransformerConfig:
             `</s>` included.
         dropout: on embeddings, attention weights and residual branches while training.
         tie_output: whether the output layer is the target embedding.
+        relative_positions: whether self-attentions add a learned number to each score, by how far
+            key and query are apart.
         undo_label_smoothing: the label smoothing of the training, which the output layer takes back
             out; 0 while training.
         pad_id, bos_id, eos_id, unk_id: special ids, the same on both sides; `bos_id` starts the
@@ -72,6 +79,7 @@ class TransformerConfig:
     max_tgt: int = 64
     dropout: float = 0.1
     tie_output: bool = True
+    relative_positions: bool = False
     undo_label_smoothing: float = 0.0
     pad_id: int = 0
     bos_id: int = 1
@@ -96,6 +104,11 @@ def build(config: TransformerConfig) -> Transformer:
         tokens = token_table(vocab_size, dim)
         return Embedding(tokens, SinusoidalPositions(max_length, dim), math.sqrt(dim), dropout)
 
+    def position_bias(bidirectional: bool) -> RelativePositionBias | None:
+        if not config.relative_positions:
+            return None
+        return RelativePositionBias(config.heads, BUCKETS, MAX_DISTANCE, bidirectional)
+
     encoder = Encoder(
         embedding(config.src_vocab_size, config.max_src),
         [
@@ -103,6 +116,7 @@ def build(config: TransformerConfig) -> Transformer:
             for _ in range(config.encoder_layers)
         ],
         LayerNorm(dim),
+        position_bias(bidirectional=True),
     )
     decoder = Decoder(
         embedding(config.tgt_vocab_size, config.max_tgt),
@@ -111,6 +125,7 @@ def build(config: TransformerConfig) -> Transformer:
             for _ in range(config.decoder_layers)
         ],
         LayerNorm(dim),
+        position_bias(bidirectional=False),
     )
     projection = nn.Linear(dim, config.tgt_vocab_size, bias=False)
     smoothing = config.undo_label_smoothing

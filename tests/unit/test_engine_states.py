@@ -104,6 +104,9 @@ class SmallStepper:
     def keep(self, rows: Sequence[int]) -> None:
         self.cached = [list(self.cached[row]) for row in rows]
 
+    def release(self) -> None:
+        assert not self.cached
+
     def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         if any(work.src[0] == SICK for work in passes):
             raise RuntimeError("sick")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,17 @@ from model.loader import LoadedModel, load_model
 from model.sequence import Decoding, FailureEvent, TokenEvent
 from model.sequence import Sequence as Row
 from model.steppers import CachedStepper
-from tests.builders import make_byt5_model, make_m2m_model, make_marian_model, make_native_model
+from tests.builders import (
+    make_byt5_model,
+    make_m2m_model,
+    make_marian_model,
+    make_native_model,
+    make_relative_model,
+)
 
 MAKERS: list[Callable[..., Path]] = [
     make_native_model,
+    make_relative_model,
     make_marian_model,
     make_m2m_model,
     make_byt5_model,
@@ -101,6 +110,22 @@ def test_rows_that_share_a_source_are_not_recorded(tmp_path: Path) -> None:
     recorder = Recorder()
     assert answers(recording(model, recorder), rows_of(model, 6, **beams)) == expected
     assert recorder.recorded == 0
+
+
+def test_recordings_return_the_memory_that_they_hold(tmp_path: Path) -> None:
+    model = load_model(make_native_model(tmp_path), "cpu")
+    recorder = Recorder()
+    engine = recording(model, recorder)
+    first = answers(engine, rows_of(model, 9))
+    stepper = engine.stepper
+    assert isinstance(stepper, CachedStepper)
+    held = weakref.ref(stepper.targets.pool.tensor)
+    before = recorder.recorded
+    stepper.release()
+    gc.collect()
+    assert held() is None
+    assert answers(engine, rows_of(model, 9)) == first
+    assert recorder.recorded > before
 
 
 def test_steps_are_recorded_for_few_numbers_of_rows() -> None:

@@ -133,14 +133,31 @@ def test_attention_weights_sum_to_one() -> None:
         close(weights.sum(-1), torch.ones(2, 3, 4))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_both_ways_to_attend_agree(masked: bool) -> None:
-    query, key, value = (torch.randn(2, 3, n, 8) for n in (4, 6, 6))
-    mask = (torch.rand(2, 1, 4, 6) > 0.5) if masked else None
-    spelled_out = attention_weights(query, key, mask) @ value
-    close(attention(query, key, value, mask), spelled_out)
-    reference = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    close(attention(query, key, value, mask), reference)
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("kind", ["none", "boolean", "numbers"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_all_ways_to_attend_agree(queries: int, kind: str, scale: float | None) -> None:
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (queries, 6, 6))
+    allowed = torch.rand(2, 1, queries, 6) > 0.5
+    allowed[..., 2] = True
+    bias = mask_bias(allowed, torch.float32) + torch.randn(2, 3, queries, 6)
+    mask = {"none": None, "boolean": allowed, "numbers": bias}[kind]
+    spelled_out = attention_weights(query, key, mask, scale) @ value
+    close(attention(query, key, value, mask, scale=scale), spelled_out)
+    reference = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    close(attention(query, key, value, mask, scale=scale), reference)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_row_attends_alike_in_any_company_and_cache(queries: int) -> None:
+    store = torch.randn(2, 33, 8, 40, 64)  # longer than what is attended to
+    query, keys, values = torch.randn(33, queries, 8, 64).transpose(1, 2), *store
+    mask = mask_bias(padding_mask(torch.arange(33) % 20 + 1, 24), torch.float32)
+    together = attention(query, keys[:, :, :24], values[:, :, :24], mask)
+    for rows in (1, 2, 7, 16):
+        chosen = slice(rows)
+        alone = attention(query[chosen], *(t[chosen, :, :24] for t in store), mask[chosen])
+        assert torch.equal(alone, together[chosen])
 
 
 @pytest.mark.parametrize("queries", [1, 4, 33])

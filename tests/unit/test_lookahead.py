@@ -372,6 +372,9 @@ class Copier:
     def keep(self, rows: Sequence[int]) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     def accept(self, kept: Sequence[int]) -> None:
         pass
 

@@ -105,7 +105,8 @@ def test_a_packed_row_is_the_same_to_the_last_bit_whatever_its_company(
 
 @needs_packing
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(16, 16), (32, 64), (64, 64), (64, 192), (128, 128), (256, 1024)]
+    ("inputs", "outputs"),
+    [(16, 16), (32, 64), (64, 64), (64, 192), (128, 128), (256, 1024), (1280, 512), (2048, 512)],
 )
 def test_a_row_is_the_same_in_any_company_in_layers_of_any_size(inputs: int, outputs: int) -> None:
     packed, x = packed_linear(linear(inputs, outputs), torch.float32), torch.randn(33, inputs)

@@ -15,7 +15,7 @@ from model.config import EngineConfig, ModelSpec
 from model.decoding import History, ProcessorBatch
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.sampler import draw, mix, pick, uniform
+from model.sampler import BLOCK, draw, likeliest, mix, pick, uniform
 from model.sequence import Decoding, Forward, Sequence
 from tests.builders import make_native_model
 
@@ -72,6 +72,21 @@ def test_draws_follow_the_softmax() -> None:
 def test_a_banned_token_is_never_drawn_not_even_at_the_ends(u: float) -> None:
     scores = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]])
     assert draw(scores, torch.tensor([u], dtype=torch.float64)).item() in (1, 3)
+
+
+@pytest.mark.parametrize("vocab", [3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7])
+def test_the_likeliest_is_the_first_of_the_highest(vocab: int) -> None:
+    torch.manual_seed(vocab)
+    scores = torch.randn(40, vocab)
+    scores[10:20] = scores[10:20].round()  # many ties
+    scores[20] = -1.0  # nothing but ties
+    scores[21:30] = -torch.inf
+    scores[torch.arange(21, 30), torch.arange(21, 30) % vocab] = -1e30  # one token allowed
+    scores[30:35, -1] = 9.0  # the last one
+    scores[35] = -torch.inf
+    expected = [row.index(max(row)) for row in scores.tolist()]
+    assert likeliest(scores).tolist() == expected
+    assert likeliest(scores.bfloat16()[20:30]).tolist() == expected[20:30]
 
 
 def test_rows_that_do_not_sample_take_the_likeliest() -> None:

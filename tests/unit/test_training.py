@@ -534,7 +534,8 @@ def test_other_tokens_train_and_serve(tmp_path: Path, tokens: Any, pairs: list[P
     assert all(isinstance(answer.text, str) for answer in translate(model, ["abc", "fed"]))
 
 
-def test_a_small_task_is_learnt_to_the_last_dev_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_small_task_is_learnt_to_the_last_dev_word(tmp_path: Path, relative: bool) -> None:
     pairs = reversal(330, longest=4, letters="abcd", seed=1)  # of 340 such words
     config = TrainingConfig(
         dev_size=30,
@@ -547,7 +548,8 @@ def test_a_small_task_is_learnt_to_the_last_dev_word(tmp_path: Path) -> None:
         evaluate_every=60,
         seed=1,
     )
-    shape = {**SHAPE, "dim": 32, "heads": 4, "hidden_dim": 64, "dropout": 0.0}
+    sizes = {**SHAPE, "dim": 32, "heads": 4, "hidden_dim": 64}
+    shape = {**sizes, "dropout": 0.0, "relative_positions": relative}
     run = Trainer(pairs, tmp_path, shape, config)
     run.run()
     (evaluation,) = run.evaluations
