@@ -6,6 +6,7 @@ of its own, shared by all rows that continue from it.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,13 +55,16 @@ class CacheShape:
         return self.layers * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
     def bytes_per_row(self, positions: int) -> int:
-        """What is allocated for a row of so many positions."""
+        """What is allocated on the target side for a row of so many positions."""
         return self.bytes_per_position * _round_up(positions, LENGTH_BLOCK)
 
-    def zeros(self, rows: int, length: int) -> Tensor:
+    def size(self, rows: int, length: int) -> tuple[int, ...]:
         """``[layers, 2, rows, heads, length, head_dim]``: keys at 0, values at 1."""
-        size = (self.layers, 2, rows, self.heads, length, self.head_dim)
-        return torch.zeros(size, device=self.device, dtype=self.dtype)
+        return (self.layers, 2, rows, self.heads, length, self.head_dim)
+
+    def zeros(self, rows: int, length: int) -> Tensor:
+        """Of this size."""
+        return torch.zeros(self.size(rows, length), device=self.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class RequestMemory:
         per_target_token: keys and values of self-attention, for each row: a beam search has
             `num_beams`.
         longest: of a request of one row, with the longest source and target that the model takes;
-            lengths are rounded up as the cache does.
+            the target's length is rounded up as the cache does.
     """
 
     per_source_token: int
@@ -84,30 +88,37 @@ class RequestMemory:
         shape = CacheShape.of(network)
         table = network.encoder.embedding.tokens.weight
         memory = table.shape[1] * table.dtype.itemsize  # the encoder's output
-        rows = shape.bytes_per_row(spec.max_src) + shape.bytes_per_row(spec.max_tgt)
+        per_source_token = shape.bytes_per_position + memory
         return cls(
-            per_source_token=shape.bytes_per_position + memory,
+            per_source_token=per_source_token,
             per_target_token=shape.bytes_per_position,
-            longest=rows + spec.max_src * memory,
+            longest=spec.max_src * per_source_token + shape.bytes_per_row(spec.max_tgt),
         )
 
 
 class Pool:
     """Keys and values of rows that come, grow and go, in one tensor that grows as needed.
 
+    Args:
+        tight: whether rows are as long as the longest one needs, and no longer: what is read in one
+            piece takes half the time of pieces with gaps between them, but each time that the
+            longest one grows all are copied.
+
     Attributes:
         tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
         lengths: positions in use, one per live row.
         begun: positions behind those in use that a step may have begun to write.
-        held: whether the tensor stays when no rows live, however large, for what is bound to it.
+        held: whether the tensor stays as it is when rows leave, for what is bound to it.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, tight: bool = False) -> None:
         self.shape = shape
-        self.tensor = shape.zeros(0, 0)
+        self.tight = tight
+        self.tensor = self._memory = shape.zeros(0, 0)
         self.lengths: list[int] = []
         self.begun = 1
         self.held = False
+        self._reached = 0  # no position from here on was written since the pool was empty
 
     @property
     def rows(self) -> int:
@@ -118,37 +129,51 @@ class Pool:
         return max(self.lengths, default=0)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room; contents stay. Both sizes at least double where they grow row by row."""
+        """Make room; contents stay. Row capacity at least doubles where it grows."""
         have_rows, have_length = self.tensor.shape[2], self.tensor.shape[4]
-        if rows <= have_rows and length <= have_length:
+        needed = max(length, self.longest)
+        self._reached = max(self._reached, needed + self.begun)
+        roomy = have_length - needed >= (needed if self.rows else 1)
+        if rows <= have_rows and needed <= have_length and not (self._may_shrink and roomy):
             return
         new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
-        new_length = have_length if length <= have_length else _round_up(length, LENGTH_BLOCK)
+        new_length = needed if self.tight else max(have_length, _round_up(needed, LENGTH_BLOCK))
+        size = self.shape.size(new_rows, new_length)
+        if not self.rows and math.prod(size) <= self._memory.numel():  # all of it zeros
+            self.tensor = self._memory.view(-1)[: math.prod(size)].view(size)
+            return
         grown = self.shape.zeros(new_rows, new_length)
         in_use = (slice(None), slice(None), slice(self.rows), slice(None), slice(self.longest))
         grown[in_use] = self.tensor[in_use]
-        self.tensor = grown
+        self.tensor = self._memory = grown
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; only those that change place are copied."""
-        if not rows and not self.held and self.tensor.nbytes > IDLE_BYTES:
+        if not rows and not self.held and self._memory.nbytes > IDLE_BYTES:
             self.release()
-        in_use = self.tensor[:, :, : self.rows, :, : self.longest + self.begun]
+        in_use = self.tensor[:, :, : self.rows, :, : self._reached]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
             to, origin = ([move[side] for move in moves] for side in (0, 1))
-            in_use[:, :, to] = in_use[:, :, origin]
+            moving = in_use[..., : self.longest + self.begun, :]
+            moving[:, :, to] = moving[:, :, origin]
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
         in_use[:, :, len(rows) :].zero_()
         self.lengths = [self.lengths[row] for row in rows]
+        if not rows:
+            self._reached = 0
 
     def release(self) -> None:
         """Return the memory; no rows live."""
-        self.tensor = self.shape.zeros(0, 0)
+        self.tensor = self._memory = self.shape.zeros(0, 0)
 
     def wipe(self) -> None:
         """Leave nothing behind the live rows: a join that failed may have written there."""
         self.tensor[:, :, self.rows :].zero_()
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self.tight and not self.held
 
 
 # --- the target side ---------------------------------------------------------------------------
@@ -259,7 +284,7 @@ class SourceCache:
     """
 
     def __init__(self, shape: CacheShape) -> None:
-        self.pool = Pool(shape)
+        self.pool = Pool(shape, tight=True)
         self.slots: list[int] = []
         self._layers: list[SlotKeysValues] = []
 

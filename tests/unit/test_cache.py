@@ -89,6 +89,37 @@ def test_lengths_grow_in_blocks_and_contents_stay() -> None:
     assert contents(pool)[2] == [LENGTH_BLOCK + 1.0] * (LENGTH_BLOCK + 1)
 
 
+def test_a_tight_pool_is_as_long_as_its_longest_row_and_contents_stay() -> None:
+    pool = Pool(SHAPE, tight=True)
+    lengths = []
+    for length in (3, 7, 5, 30):
+        join(pool, length, float(length))
+        lengths.append(length)
+        assert pool.tensor.shape[4] == max(lengths)
+    assert contents(pool) == [[float(length)] * length for length in lengths]
+    pool.keep([0, 1, 2])
+    assert pool.tensor.shape[4] == 30
+    join(pool, 6, 6.0)  # once rows join, half of what is there is not needed
+    assert pool.tensor.shape[4] == 7
+    assert contents(pool) == [[float(length)] * length for length in (3, 7, 5, 6)]
+
+
+def test_an_empty_tight_pool_lays_its_memory_out_anew() -> None:
+    pool = Pool(SHAPE, tight=True)
+    for _ in range(4):
+        join(pool, 20, float("nan"))
+    memory = pool.tensor.data_ptr()
+    for length in (19, 20, 3):
+        pool.keep([])
+        join(pool, length, 1.0)
+        assert (pool.tensor.data_ptr(), pool.tensor.shape[4]) == (memory, length)
+        assert pool.tensor.isfinite().all()
+    pool.keep([])
+    pool.held = True
+    join(pool, 2, 1.0)
+    assert pool.tensor.shape[4] == 3, "what is bound to it needs it as it is"
+
+
 def test_rows_that_come_one_by_one_are_copied_seldom() -> None:
     pool = Pool(SHAPE)
     tensors = set()
@@ -124,9 +155,10 @@ def test_a_slot_that_was_left_holds_nothing_of_its_last_user() -> None:
     assert pool.tensor.isfinite().all()
 
 
-def test_pools_follow_any_history() -> None:
+@pytest.mark.parametrize("tight", [False, True])
+def test_pools_follow_any_history(tight: bool) -> None:
     draw = random.Random(0)
-    pool = Pool(SHAPE)
+    pool = Pool(SHAPE, tight)
     expected: list[list[float]] = []
     for step in range(300):
         if expected and draw.random() < 0.4:
