@@ -18,7 +18,7 @@ from model.config import ModelSpec
 from model.layers import MultiHeadAttention, mask_bias, padding_mask
 from model.transformer import Transformer
 
-IDLE_BYTES = 2**27
+IDLE_BYTES = 2**28
 """Of keys and values that a cache without rows holds on to, at most: new memory costs a burst of
 requests up to a tenth of its time."""
 
