@@ -17,7 +17,7 @@ import sys
 from contextlib import ExitStack
 
 from benchmarks.checkpoints import build
-from benchmarks.load import Figures
+from benchmarks.load import Figures, requests
 from benchmarks.offline import ROOT
 from benchmarks.servers import SEQSERVE, free_port, running
 
@@ -89,13 +89,13 @@ def main() -> None:
     print(f"marian-base, {options.dtype}, {options.threads} threads\n\n{HEADER}", flush=True)
     with ExitStack() as stack:
         urls = {
-            name: stack.enter_context(running(*command, port=free_port()))
+            name: stack.enter_context(running(*command, port=free_port())).url
             for name, command in servers.items()
         }
         compare(urls, 64, None, options.rounds)
         urls.pop(PLAIN, None)
         burst = measure(urls[RIVAL], 64, None, 0, exact=False)
-        mean_tokens = 64 * 23 / 64
+        mean_tokens = statistics.mean(request.tokens for request in requests(64, None, 0, eos=0))
         capacity = burst.tokens_per_second / mean_tokens
         for share in (0.5, 0.8, 1.1):
             compare(urls, options.count, share * capacity, options.rounds)

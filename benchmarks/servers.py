@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import httpx
 
@@ -22,8 +23,15 @@ def free_port() -> int:
         return port
 
 
+class Running(NamedTuple):
+    """A server's address and its process."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running(*command: str, port: int) -> Iterator[str]:
+def running(*command: str, port: int) -> Iterator[Running]:
     """A server in a process of its own, until it is ready and as long as the block lasts."""
     process = subprocess.Popen([sys.executable, *command, "--port", str(port)])
     url = f"http://127.0.0.1:{port}"
@@ -37,7 +45,7 @@ def running(*command: str, port: int) -> Iterator[str]:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        yield url
+        yield Running(url, process.pid)
     finally:
         process.terminate()
         process.wait()
