@@ -61,8 +61,8 @@ $(VENV)/.ray-tools: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[ray]"
 	@touch $@
 
-test-ray: setup ray-tools ## The tests of the HTTP API again, with two replicas on Ray
-	$(BIN)/python -m pytest --on-ray tests/api -k on_ray $(ARGS)
+test-ray: setup ray-tools ## The tests of the HTTP API again, with two replicas on Ray, and `serve deploy`
+	$(BIN)/python -m pytest --on-ray tests/api tests/cluster -k on_ray $(ARGS)
 
 test-cluster: setup ray-tools ## Kill replicas and nodes of a Ray cluster under load: ARGS="--write docs/scaling.md"
 	$(BIN)/python -m tests.cluster $(ARGS)

@@ -27,11 +27,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the callers saw: tokens a second over all, and latencies in seconds."""
+    """What the callers saw: tokens a second over all, and latencies in seconds.
+
+    Attributes:
+        began: when the first request was sent, as `time.monotonic` tells it.
+    """
 
     tokens_per_second: float
     p50: float
     p99: float
+    began: float
 
 
 def requests(count: int, rate: float | None, seed: int, eos: int) -> list[Request]:
@@ -43,12 +48,17 @@ def requests(count: int, rate: float | None, seed: int, eos: int) -> list[Reques
     rng = random.Random(seed)
     made, at = [], 0.0
     for _ in range(count):
-        tokens = min(100, max(5, round(rng.lognormvariate(math.log(22), 0.7))))
+        tokens = target_length(rng)
         length = min(100, max(4, round(tokens * rng.uniform(0.8, 1.2))))
         src = [rng.randrange(10, 31000) for _ in range(length)]
         made.append(Request([*src, eos], tokens, at))
         at += rng.expovariate(rate) if rate else 0.0
     return made
+
+
+def target_length(rng: random.Random) -> int:
+    """Tokens of a target."""
+    return min(100, max(5, round(rng.lognormvariate(math.log(22), 0.7))))
 
 
 async def call(url: str, made: list[Request], exact: bool) -> Figures:
@@ -60,7 +70,7 @@ async def call(url: str, made: list[Request], exact: bool) -> Figures:
     latencies: list[float] = []
     limits = httpx.Limits(max_connections=len(made))
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-        began = time.perf_counter()
+        at, began = time.monotonic(), time.perf_counter()
 
         async def one(request: Request) -> None:
             await asyncio.sleep(max(0.0, request.at - (time.perf_counter() - began)))
@@ -81,7 +91,7 @@ async def call(url: str, made: list[Request], exact: bool) -> Figures:
     latencies.sort()
     p99 = latencies[math.ceil(0.99 * len(latencies)) - 1]
     total = sum(request.tokens for request in made)
-    return Figures(total / wall, latencies[len(latencies) // 2], p99)
+    return Figures(total / wall, latencies[len(latencies) // 2], p99, at)
 
 
 def main() -> None:

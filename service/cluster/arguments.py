@@ -24,6 +24,10 @@ class Arguments(BaseModel):
     autoscale: str | None = Field(
         None, description="Instead: replicas of each model at least and at most, as MIN:MAX."
     )
+    autoscaling: dict[str, Any] = Field(
+        {},
+        description="With it: fields of Ray's `autoscaling_config`, such as `downscale_delay_s`.",
+    )
     cpus: float = Field(
         1.0, gt=0, description="CPUs that Ray counts for each replica, also parts of one."
     )
@@ -45,6 +49,8 @@ class Arguments(BaseModel):
     def _one_way_to_count(self) -> Self:
         if self.autoscale and "replicas" in self.model_fields_set:
             raise ValueError("autoscale takes the place of replicas: give one of the two")
+        if self.autoscaling and not self.autoscale:
+            raise ValueError("autoscaling says how to autoscale: give autoscale too")
         return self
 
 

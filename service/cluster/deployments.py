@@ -250,7 +250,12 @@ def options_of(given: Arguments, settings: Settings) -> dict[str, Any]:
     least, most = bounds(given.autoscale)
     policy = {"policy_function": POLICY, "policy_kwargs": {"per_replica": settings.max_rows}}
     return options | {
-        "autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": policy}
+        "autoscaling_config": {
+            **given.autoscaling,
+            "min_replicas": least,
+            "max_replicas": most,
+            "policy": policy,
+        }
     }
 
 

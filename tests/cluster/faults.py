@@ -1,4 +1,4 @@
-"""What happens to requests while replicas and nodes die, and while versions change.
+"""What happens to requests while replicas and nodes die or change in number, and versions change.
 
 A cluster of several Ray nodes on this machine: a head with the proxy, and others with the replicas,
 each with room for all of them. Callers ask without a pause and without the SDK's retries, so that
@@ -39,6 +39,17 @@ NODES = 2
 
 NODE_TRIES = 4
 CALLERS = 4
+BUSY_CALLERS = 12
+"""So many keep more than one row waiting, of a model that has one row."""
+
+QUICKLY = {
+    "upscale_delay_s": 2.0,
+    "downscale_delay_s": 10.0,
+    "metrics_interval_s": 1.0,
+    "look_back_period_s": 5.0,
+}
+"""Ray's delays of autoscaling, which are minutes."""
+
 CALM = 5.0
 """Seconds of load before and after each fault."""
 
@@ -59,14 +70,16 @@ class Load:
         versions: answers, any of which is right.
     """
 
-    def __init__(self, url: str, versions: list[Answers], episode: Episode) -> None:
+    def __init__(
+        self, url: str, versions: list[Answers], episode: Episode, callers: int = CALLERS
+    ) -> None:
         self._url = url
         self._versions = versions
         self._episode = episode
         self._over = threading.Event()
         self._words = itertools.cycle(WORDS)
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._call) for _ in range(CALLERS)]
+        self._threads = [threading.Thread(target=self._call) for _ in range(callers)]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -150,17 +163,26 @@ class Faults:
 
     def deploy(self, version: int, replicas: int = REPLICAS) -> None:
         """Have a version run, and wait until nothing else does."""
-        settings = {"models": [f"{MODEL}={self._versions[version]}"], "threads": 1}
-        arguments = {"settings": settings, "replicas": replicas, "cpus": 1}
-        serve.run(build(arguments), name=APPLICATION)
-        self._wait_for(replicas)
+        self._run(version, {}, {"replicas": replicas})
+        self.wait_for(replicas)
+
+    def autoscale(self) -> None:
+        """Have as many replicas run as the load needs, each of which decodes one row."""
+        scaling = {"autoscale": f"1:{REPLICAS}", "autoscaling": QUICKLY}
+        self._run(0, {"max_rows": 1, "max_beams": 1}, scaling)
+        self.wait_for(1)
+
+    def _run(self, version: int, settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+        model = f"{MODEL}={self._versions[version]}"
+        given = {"settings": {"models": [model], "threads": 1, **settings}, "cpus": 1, **arguments}
+        serve.run(build(given), name=APPLICATION)
 
     def kill_replica(self) -> None:
         """As if its process had crashed."""
         names = ray.util.list_named_actors(all_namespaces=True)
         replica = next(each for each in names if each["name"].startswith("SERVE_REPLICA::"))
         ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
-        self._wait_for(REPLICAS, after_loss=True)
+        self.wait_for(REPLICAS, after_loss=True)
 
     def kill_node(self) -> None:
         """As if the machine of a replica had lost its power."""
@@ -170,9 +192,14 @@ class Faults:
         node = next(each for each in self._nodes if each.node_id in busy)
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
-        self._wait_for(REPLICAS, after_loss=True)
+        self.wait_for(REPLICAS, after_loss=True)
 
-    def _wait_for(self, replicas: int, after_loss: bool = False) -> None:
+    def wait_for(self, replicas: int, after_loss: bool = False) -> None:
+        """Until so many run, and no others are there.
+
+        Args:
+            after_loss: first wait until it is not so.
+        """
         deadline = time.monotonic() + PATIENCE
         lost = not after_loss
         while time.monotonic() < deadline:
@@ -205,25 +232,39 @@ def run(versions: list[Path]) -> list[Episode]:
         faults.deploy(0)
         episodes = [
             _episode("none", faults, [first], lambda: time.sleep(2 * CALM)),
-            _episode("a replica is killed", faults, [first], faults.kill_replica),
-            _episode("a node is killed", faults, [first], faults.kill_node),
+            _episode("a replica is killed", faults, [first], faults.kill_replica, harmless=False),
+            _episode("a node is killed", faults, [first], faults.kill_node, harmless=False),
             _episode("one replica is taken away", faults, [first], lambda: faults.deploy(0, 1)),
         ]
         faults.deploy(0)
         roll_out = partial(faults.deploy, 1)
-        return [
-            *episodes,
-            _episode("another version is rolled out", faults, [first, second], roll_out),
-        ]
+        episodes.append(
+            _episode("another version is rolled out", faults, [first, second], roll_out)
+        )
+        return episodes + _autoscaling(faults, first)
     finally:
         faults.close()
 
 
+def _autoscaling(faults: Faults, answers: Answers) -> list[Episode]:
+    faults.autoscale()
+    more, fewer = (partial(faults.wait_for, replicas) for replicas in (REPLICAS, 1))
+    return [
+        _episode("load rises, and a replica is added", faults, [answers], more, BUSY_CALLERS),
+        _episode("load falls, and it is taken away", faults, [answers], fewer, callers=1),
+    ]
+
+
 def _episode(
-    name: str, faults: Faults, versions: list[Answers], fault: Callable[[], object]
+    name: str,
+    faults: Faults,
+    versions: list[Answers],
+    fault: Callable[[], object],
+    callers: int = CALLERS,
+    harmless: bool = True,
 ) -> Episode:
-    episode = Episode(name)
-    with Load(faults.url, versions, episode).running():
+    episode = Episode(name, harmless=harmless)
+    with Load(faults.url, versions, episode, callers).running():
         began = time.perf_counter()
         fault()
         episode.recovered = time.perf_counter() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,16 @@ def test_errors_that_retries_help_break_no_promise() -> None:
 
 @pytest.mark.parametrize(
     "episode",
-    [Episode("a"), Episode("a", [0.1], lost=["timed out"]), Episode("a", [0.1], wrong=1)],
+    [
+        Episode("a"),
+        Episode("a", [0.1], lost=["timed out"]),
+        Episode("a", [0.1], wrong=1),
+        replace(GOOD, harmless=True),
+    ],
 )
-def test_lost_and_wrong_answers_do_and_so_does_no_request_at_all(episode: Episode) -> None:
+def test_lost_and_wrong_answers_do_and_no_request_at_all_and_errors_for_no_reason(
+    episode: Episode,
+) -> None:
     assert episode.broken
 
 

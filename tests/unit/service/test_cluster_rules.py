@@ -38,6 +38,13 @@ def test_replicas_are_counted_one_way() -> None:
         Arguments(replicas=2, autoscale="1:2")
 
 
+def test_how_to_autoscale_is_said_with_how_far() -> None:
+    quick = {"downscale_delay_s": 10}
+    assert Arguments(autoscale="1:2", autoscaling=quick).autoscaling == quick
+    with pytest.raises(ValidationError, match="give autoscale too"):
+        Arguments(autoscaling=quick)
+
+
 def test_a_replica_is_wanted_for_every_so_many_inputs() -> None:
     rule = ByOutstandingInputs(64)
     assert rule(context(1, {"a": 0.0})) == (0.0, {})
