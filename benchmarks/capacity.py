@@ -129,8 +129,8 @@ def deployment(model: Path, replicas: int) -> Iterator[tuple[str, Callable[[], d
         words = ["serve", "--model", str(model), "--ray", "--replicas", str(replicas)]
         words += ["--replica-cpus", "0.01", "--threads", "1", "--lookahead", "0"]
         words += ["--log-level", "error", "--max-rows", str(MAX_ROWS)]
-        with running(*SEQSERVE, *words, port=port) as url:
-            yield url, lambda: cpu_seconds(f"RAY_TMPDIR={directory}".encode())
+        with running(*SEQSERVE, *words, port=port) as server:
+            yield server.url, lambda: cpu_seconds(f"RAY_TMPDIR={directory}".encode())
 
 
 def cpu_seconds(variable: bytes) -> dict[str, float]:
