@@ -41,8 +41,11 @@ $(STAMP): pyproject.toml
 serve: setup ## Serve the shipped models: PORT=9000, ARGS="--model mine=DIR"
 	$(BIN)/seqserve serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: check tgi-client deploy-tools ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
+ON_RAY := $(BIN)/python -m pytest --on-ray tests/api tests/cluster -k on_ray
+
+test: check tgi-client deploy-tools ray-tools ## Format, lint and type checks, then the tests: ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),,$(ON_RAY))
 
 # Only root can install a browser; whoever is not gets told the command.
 test-browser: setup ## The page in a real browser, and its pictures in docs/pictures
@@ -62,7 +65,7 @@ $(VENV)/.ray-tools: $(STAMP)
 	@touch $@
 
 test-ray: setup ray-tools ## The tests of the HTTP API again, with two replicas on Ray, and `serve deploy`
-	$(BIN)/python -m pytest --on-ray tests/api tests/cluster -k on_ray $(ARGS)
+	$(ON_RAY) $(ARGS)
 
 test-cluster: setup ray-tools ## Kill replicas and nodes of a Ray cluster under load: ARGS="--write docs/scaling.md"
 	$(BIN)/python -m tests.cluster $(ARGS)

@@ -360,7 +360,8 @@ def predicted(costs: Costs, live: Live) -> tuple[Figures, float]:
     wall = max(outcome.at + outcome.seconds for outcome in outcomes)
     seconds = [outcome.seconds for outcome in outcomes]
     total = sum(each.tokens for each in made)
-    figures = Figures(total / wall, percentile(seconds, 50), percentile(seconds, 99), began=0.0)
+    p50 = percentile(seconds, 50)
+    figures = Figures(total / wall, p50, percentile(seconds, 99), first=p50, began=0.0)
     return figures, simulation.step_seconds
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.http --dtype int8
 
 The servers of a comparison run side by side and idle while it is not their turn. Rates are shares
-of the rival's own capacity, measured in the same run.
+of the rival's own capacity, measured in the same run. The first token is that of a stream, where a
+server streams; of the others it is the answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
 from benchmarks.checkpoints import build
 from benchmarks.load import Figures, requests
@@ -23,13 +25,25 @@ from benchmarks.servers import SEQSERVE, free_port, running
 
 OURS, RIVAL, PLAIN = "seqserve", "CTranslate2", "transformers"
 
+FIGURES = {
+    "tokens_per_second": "tokens/s",
+    "p50": "p50 s",
+    "p99": "p99 s",
+    "first": "first token s",
+}
+COLUMNS = ("load", "server", *(c for told in FIGURES.values() for c in (told, "ours / its")))
+HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
-def measure(url: str, count: int, rate: float | None, seed: int, exact: bool) -> Figures:
+
+def measure(
+    url: str, count: int, rate: float | None, seed: int, exact: bool, stream: bool = False
+) -> Figures:
     """One run of the load, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.load", url, "--count", str(count)]
     command += ["--seed", str(seed)]
     command += ["--rate", str(rate)] if rate else []
     command += ["--exact"] if exact else []
+    command += ["--stream"] if stream else []
     return Figures(**json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
 
 
@@ -39,10 +53,12 @@ def compare(urls: dict[str, str], count: int, rate: float | None, rounds: int) -
     for seed in range(rounds):
         for name, url in urls.items():
             runs[name].append(measure(url, count, rate, seed, exact=name == OURS))
+        streamed = measure(urls[OURS], count, rate, seed, exact=True, stream=True)
+        runs[OURS][-1] = replace(runs[OURS][-1], first=streamed.first)
     load = f"{rate:.2f} a second" if rate else f"{count} at once"
     for name, figures in runs.items():
         cells = [load, name]
-        for field in ("tokens_per_second", "p50", "p99"):
+        for field in FIGURES:
             values = [getattr(f, field) for f in figures]
             ratio = statistics.median(
                 getattr(ours, field) / theirs
@@ -51,11 +67,6 @@ def compare(urls: dict[str, str], count: int, rate: float | None, rounds: int) -
             digits = 0 if field == "tokens_per_second" else 2
             cells += [f"{statistics.median(values):.{digits}f}", f"{ratio:.2f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
-
-
-HEADER = """\
-| load | server | tokens/s | ours / its | p50 s | ours / its | p99 s | ours / its |
-|---|---|---|---|---|---|---|---|"""
 
 
 def main() -> None:

@@ -155,8 +155,11 @@ class Pool:
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
             to, origin = ([move[side] for move in moves] for side in (0, 1))
-            moving = in_use[..., : self.longest + self.begun, :]
-            moving[:, :, to] = moving[:, :, origin]
+            moving = in_use[..., : self.longest + self.begun, :].flatten(0, 1)
+            # What lies between reading and writing stays small, and so in a CPU's caches.
+            at_a_time = 1 if moving.device.type == "cpu" else len(moving)
+            for part in torch.split(moving, at_a_time):
+                part[:, to] = part[:, origin]
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
         in_use[:, :, len(rows) :].zero_()
         self.lengths = [self.lengths[row] for row in rows]

@@ -40,7 +40,7 @@ def test_the_fewest_replicas_keep_the_limit_and_one_less_does_not() -> None:
 
 
 def test_half_of_a_core_makes_requests_wait_longer() -> None:
-    figures = Figures(0.0, 0.0, 0.0, began=0.0)
+    figures = Figures(0.0, 0.0, 0.0, first=0.0, began=0.0)
     whole, half = (
         predicted(COSTS, Live(2, 10.0, 200, 1, [(0.0, share)], 0.0, figures))[0]
         for share in (1.0, 0.5)
