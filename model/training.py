@@ -37,11 +37,12 @@ from model.loader import choose_device, load_model, read_config
 from model.steppers import pad_rows
 from model.tokenizer import Granularity, Tokenizer, build_tokenizer
 
-DEPTHS = ("encoder_layers", "decoder_layers")
-"""What of a model's shape may have grown since it was trained."""
+MAY_GROW = ("encoder_layers", "decoder_layers", "relative_positions")
+"""What of a model's shape may be more than when it was trained."""
 
-ENDS_OF_BRANCHES = (".output", ".contract")
-"""The last products of attention and of the feed-forward in a layer."""
+ZERO_AT_FIRST = (".output", ".contract", "position_bias")
+"""Ends of the names of what is new that changes nothing while it is zero: with pre-norm, the last
+products in a layer; numbers that are added to attention scores."""
 
 MAY_DIFFER = ("dropout", "max_src", "max_tgt", "undo_label_smoothing")
 """What of a model's shape no weight depends on."""
@@ -66,8 +67,8 @@ class TrainingConfig:
         average_decay: decay of the exponential moving average of the weights, which is shipped.
         bfloat16: run the network in bfloat16; weights, averages and the optimizer stay float32.
         start_from: directory of a model of the same shape and vocabularies, whose weights to begin
-            with; empty begins with random ones. It may have fewer layers: those on top of them
-            hand on their input at first.
+            with; empty begins with random ones. It may have fewer layers, and no relative
+            positions: what is new changes nothing at first.
         evaluate_every: epochs between dev evaluations.
         checkpoint_every: steps between checkpoints.
         seed: of the split, the initial weights, the data order and dropout.
@@ -388,7 +389,7 @@ class Trainer:
             {k: v for k, v in asdict(shape).items() if k not in MAY_DIFFER}
             for shape in (start, self.shape)
         )
-        then |= {k: now[k] for k in DEPTHS if then[k] < now[k]}
+        then |= {k: now[k] for k in MAY_GROW if then[k] < now[k]}
         if changed := [f"{k} is {v}, not {now[k]}" for k, v in then.items() if v != now[k]]:
             raise ValueError(f"start_from: in {directory} {'; '.join(changed)}")
         sides = zip(
@@ -402,8 +403,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if name in trained:
                 parameter.data.copy_(checkpoint.read(name))
-            elif name.rpartition(".")[0].endswith(ENDS_OF_BRANCHES):
-                parameter.data.zero_()  # so that, with pre-norm, the layer hands on its input
+            elif name.rpartition(".")[0].endswith(ZERO_AT_FIRST):
+                parameter.data.zero_()
 
     def _plan(self, epoch: int) -> list[list[int]]:
         seed = self.config.seed * 1_000_003 + epoch

@@ -76,8 +76,8 @@ TRAINING = [
         "start_from",
         str,
         "",
-        "Directory of a model of the same shape, or of fewer layers, and vocabularies, whose "
-        "weights to begin with.",
+        "Directory of a model of the same vocabularies and shape, or of fewer layers or without "
+        "relative positions, whose weights to begin with.",
     ),
     _training("evaluate_every", int, "1", "Epochs between evaluations on the dev sources."),
     _training("checkpoint_every", int, "500", "Steps between checkpoints."),
