@@ -1,4 +1,6 @@
-"""Servers to compare with: CTranslate2, and transformers, behind FastAPI with a dynamic batcher.
+"""Servers to compare with, each with a dynamic batcher.
+
+CTranslate2 and transformers behind FastAPI, and transformers behind LitServe, which batches itself.
 
     python -m benchmarks.rivals ctranslate2 DIRECTORY --dtype int8 --port 8010
 
@@ -12,19 +14,35 @@ import argparse
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ctranslate2
+import litserve
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from transformers import AutoModelForSeq2SeqLM
 
+from benchmarks.load import requests
+
 MAX_WAITING = 64
 MAX_BATCH = 32
+
+
+class Work(Protocol):
+    """What an engine is given."""
+
+    @property
+    def src(self) -> list[int]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def answer(self, tokens: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -40,14 +58,25 @@ class Job:
         self.loop.call_soon_threadsafe(self.future.set_result, tokens)
 
 
-Engine = Callable[[list[Job]], None]
+@dataclass(frozen=True)
+class Unasked:
+    """Work that nobody waits for."""
+
+    src: list[int]
+    tokens: int
+
+    def answer(self, tokens: list[int]) -> None:
+        assert abs(len(tokens) - self.tokens) <= 1, (len(tokens), self.tokens)
+
+
+Engine = Callable[[Sequence[Work]], None]
 
 
 def ct2_engine(directory: str, dtype: str, threads: int) -> Engine:
     """Rows leave CTranslate2's batch as they end, by its callback."""
     translator = ctranslate2.Translator(directory, compute_type=dtype, intra_threads=threads)
 
-    def run(jobs: list[Job]) -> None:
+    def run(jobs: Sequence[Work]) -> None:
         longest = max(job.tokens for job in jobs)
         results = translator.translate_batch(
             [[f"t{i}" for i in job.src] for job in jobs],
@@ -64,32 +93,78 @@ def ct2_engine(directory: str, dtype: str, threads: int) -> Engine:
     return run
 
 
-def reference_engine(directory: str, threads: int) -> Engine:
+Decode = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""Sources and numbers of tokens -> tokens."""
+
+
+def reference_decode(directory: str, threads: int) -> Decode:
     """A padded batch that lasts as long as its longest row: what `generate` offers."""
     torch.set_num_threads(threads)
     model = AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
     pad = model.config.pad_token_id
 
     @torch.inference_mode()
-    def run(jobs: list[Job]) -> None:
+    def decode(sources: list[list[int]], tokens: list[int]) -> list[list[int]]:
+        width, longest = max(map(len, sources)), max(tokens)
+        ids = torch.tensor([src + [pad] * (width - len(src)) for src in sources])
+        mask = torch.tensor([[i < len(src) for i in range(width)] for src in sources])
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            num_beams=1,
+        )
+        return [row[1 : 1 + count] for row, count in zip(found.tolist(), tokens, strict=True)]
+
+    return decode
+
+
+def reference_engine(directory: str, threads: int) -> Engine:
+    """`reference_decode`, so many at a time."""
+    decode = reference_decode(directory, threads)
+
+    def run(jobs: Sequence[Work]) -> None:
         for first in range(0, len(jobs), MAX_BATCH):
             batch = jobs[first : first + MAX_BATCH]
-            width = max(len(job.src) for job in batch)
-            longest = max(job.tokens for job in batch)
-            ids = torch.tensor([job.src + [pad] * (width - len(job.src)) for job in batch])
-            mask = torch.tensor([[i < len(job.src) for i in range(width)] for job in batch])
-            found = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=longest,
-                min_new_tokens=longest,
-                do_sample=False,
-                num_beams=1,
-            )
-            for job, row in zip(batch, found.tolist(), strict=True):
-                job.answer(row[1 : 1 + job.tokens])
+            found = decode([job.src for job in batch], [job.tokens for job in batch])
+            for job, row in zip(batch, found, strict=True):
+                job.answer(row)
 
     return run
+
+
+class Served(litserve.LitAPI):  # type: ignore[misc] # it has no types
+    """`reference_decode` as LitServe has it."""
+
+    def __init__(self, directory: str, threads: int) -> None:
+        super().__init__(max_batch_size=MAX_BATCH, batch_timeout=0.01, api_path="/generate")
+        self._directory, self._threads = directory, threads
+
+    def setup(self, device: str) -> None:
+        self._decode = reference_decode(self._directory, self._threads)
+
+    def decode_request(self, request):  # type: ignore[no-untyped-def] # LitServe reads the types
+        return request["input_ids"], request["parameters"]["max_new_tokens"]
+
+    def predict(self, batch: list[tuple[list[int], int]]) -> list[list[int]]:
+        sources, tokens = zip(*batch, strict=True)
+        return self._decode(list(sources), list(tokens))
+
+    def encode_response(self, tokens: list[int]) -> dict[str, Any]:
+        return {"details": {"generated_tokens": len(tokens)}}
+
+
+def alone(engine: Engine, count: int, rounds: int = 5) -> float:
+    """Tokens a second of an engine without a server, for requests that are all there: the best."""
+    works = [Unasked(made.src, made.tokens) for made in requests(count, None, seed=0, eos=0)]
+    seconds = []
+    for _ in range(1 + rounds):
+        began = time.perf_counter()
+        engine(works)
+        seconds.append(time.perf_counter() - began)
+    return sum(work.tokens for work in works) / min(seconds[1:])
 
 
 def app_of(engine: Engine) -> FastAPI:
@@ -128,16 +203,24 @@ def app_of(engine: Engine) -> FastAPI:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", choices=["ctranslate2", "transformers"])
+    parser.add_argument("engine", choices=["ctranslate2", "transformers", "litserve"])
     parser.add_argument("directory")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, help="without one, say what the engine does alone")
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
+    if options.engine == "litserve":
+        served = Served(options.directory, options.threads)
+        server = litserve.LitServer(served, "cpu", healthcheck_path="/ready", timeout=False)
+        server.run(host="127.0.0.1", port=options.port, generate_client_file=False)
+        return
     if options.engine == "ctranslate2":
         engine = ct2_engine(options.directory, options.dtype, options.threads)
     else:
         engine = reference_engine(options.directory, options.threads)
+    if options.port is None:
+        print(alone(engine, 64))
+        return
     uvicorn.run(app_of(engine), host="127.0.0.1", port=options.port, log_level="warning")
 
 
