@@ -31,6 +31,7 @@ import numpy as np
 
 from benchmarks.load import Figures, Request, requests
 from benchmarks.models import MARIAN_BASE, write_model
+from benchmarks.pages import write_between
 from benchmarks.servers import SEQSERVE, free_port, running
 from benchmarks.simulation import (
     Arrival,
@@ -487,19 +488,6 @@ def page(costs: Costs, lives: Sequence[Live]) -> str:
     )
 
 
-def write_into(path: Path, text: str) -> None:
-    """Replace what stands between the marks.
-
-    Raises:
-        ValueError: the page has no marks.
-    """
-    before, found, rest = path.read_text().partition(BEGIN)
-    _, also, after = rest.partition(END)
-    if not found or not also:
-        raise ValueError(f"{path} has no place for the tables: {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def measure(count: int) -> tuple[Costs, list[Live]]:
     """All that is measured, on the one core that this process is held to."""
     if len(os.sched_getaffinity(0)) != 1:
@@ -532,7 +520,7 @@ def main() -> None:
     text = page(costs, lives)
     print(text)
     if options.write:
-        write_into(options.write, text)
+        write_between(options.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

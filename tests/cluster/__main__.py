@@ -11,8 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.pages import write_between
 from tests.builders import make_native_model
-from tests.cluster.report import as_markdown, write_into
+from tests.cluster.report import BEGIN, END, as_markdown
 from tests.cluster.serving import ENVIRONMENT
 
 
@@ -29,7 +30,7 @@ def main() -> int:
     figures = as_markdown(episodes)
     print(figures)
     if options.write:
-        write_into(options.write, figures)
+        write_between(options.write, BEGIN, END, figures)
     return 1 if any(episode.broken for episode in episodes) else 0
 
 

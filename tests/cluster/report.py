@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.soak.report import percentile
 
@@ -65,16 +64,3 @@ def _line(episode: Episode) -> str:
         f"{episode.recovered:.0f} s",
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def write_into(page: Path, figures: str) -> None:
-    """Replace what stands between the marks.
-
-    Raises:
-        ValueError: the page has no marks.
-    """
-    before, found, rest = page.read_text().partition(BEGIN)
-    _, also, after = rest.partition(END)
-    if not found or not also:
-        raise ValueError(f"{page} has no place for the figures: {BEGIN} ... {END}")
-    page.write_text(f"{before}{BEGIN}\n{figures}\n{END}{after}")

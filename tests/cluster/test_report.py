@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.report import BEGIN, END, Episode, as_markdown, write_into
+from benchmarks.pages import write_between
+from tests.cluster.report import BEGIN, END, Episode, as_markdown
 
 GOOD = Episode("a node is killed", [0.1, 0.2], Counter({"503 unavailable": 3}), recovered=4.4)
 
@@ -35,7 +36,7 @@ def test_lost_and_wrong_answers_do_and_no_request_at_all_and_errors_for_no_reaso
 def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_into(page, as_markdown([GOOD]))
+    write_between(page, BEGIN, END, as_markdown([GOOD]))
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n| what happens")
     assert (
@@ -48,4 +49,4 @@ def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text")
     with pytest.raises(ValueError, match="no place for the figures"):
-        write_into(page, "table")
+        write_between(page, BEGIN, END, "table")

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.pages import write_between
 from service.settings import DEFAULT_MODEL
 from tests.builders import make_native_model
-from tests.soak.report import as_json, as_markdown, write_into
+from tests.soak.report import BEGIN, END, as_json, as_markdown
 from tests.soak.run import soak
 
 
@@ -35,7 +36,7 @@ def main() -> int:
     figures = as_markdown(report)
     print(json.dumps(as_json(report), indent=2) if options.json else figures)
     if options.write:
-        write_into(options.write, figures)
+        write_between(options.write, BEGIN, END, f"\n{figures}\n")
     return 1 if report.broken else 0
 
 

@@ -70,20 +70,6 @@ def as_markdown(report: Report) -> str:
     )
 
 
-def write_into(page: Path, figures: str) -> None:
-    """Put the figures into a page, in place of those that stand there.
-
-    Raises:
-        ValueError: the page has no place for them.
-    """
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", encoding="utf-8")
-
-
 def _whole(report: Report) -> list[str]:
     ledger, compared = report.ledger, report.compared
     rate = ledger.total() / report.seconds

@@ -17,7 +17,7 @@ from tests.soak.alone import ENDED, Judge, Verdict, differing_openings, replay, 
 from tests.soak.answers import UnreadableError, differences, parts, swapped_ranks
 from tests.soak.ledger import Ledger, footprint_faults, idle_faults
 from tests.soak.process import MIB, Footprint
-from tests.soak.report import BEGIN, END, percentile, write_into
+from tests.soak.report import percentile
 from tests.soak.run import Compared
 from tests.soak.traffic import Call, Question, Traffic
 from tests.soak.wire import Reply
@@ -297,17 +297,6 @@ def test_the_same_seed_sends_the_same_and_everything_is_sent() -> None:
         *("/tokenize", "/detokenize", "/info", "/health", "/ready"),
     }
     assert {min(c.statuses) for c in first} >= {200, 400, 404, 405, 413, 422}
-
-
-def test_the_figures_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\n\nold\n\n{END}\nafter\n")
-    for figures in ("new", "newer"):
-        write_into(page, figures)
-    assert page.read_text() == f"before\n{BEGIN}\n\nnewer\n\n{END}\nafter\n"
-    page.write_text("no place")
-    with pytest.raises(ValueError, match="no lines"):
-        write_into(page, "new")
 
 
 def test_percentiles_are_in_milliseconds() -> None:

@@ -24,6 +24,7 @@ from model.packing import (
     can_quantize,
     has_int8_tiles,
     has_mkl,
+    is_intel,
     packed_linear,
     round_up,
 )
@@ -52,7 +53,9 @@ float32_layers = pytest.mark.parametrize(
         partial(OneDnnLinear, dtype=torch.float32),
         pytest.param(
             MklLinear,
-            marks=pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL"),
+            marks=pytest.mark.skipif(
+                not has_mkl(), reason="MKL is not there, or not used on this CPU"
+            ),
         ),
     ],
     ids=["onednn", "mkl"],
@@ -113,6 +116,25 @@ def test_a_row_is_the_same_in_any_company_in_layers_of_any_size(inputs: int, out
     together = packed(x)
     for rows in ROWS:
         assert torch.equal(packed(x[:rows].clone()), together[:rows])
+
+
+@pytest.mark.parametrize(
+    ("said", "suits"),
+    [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), ("", False)],
+)
+def test_mkl_lays_weights_out_on_intel_s_cpus_alone(
+    monkeypatch: pytest.MonkeyPatch, said: str, suits: bool
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda _: said)
+    is_intel.cache_clear()
+    try:
+        assert is_intel() == suits
+        assert has_mkl() <= suits
+        between = packed_linear(linear(128, 200), torch.float32)
+        assert isinstance(between, MklLinear if has_mkl() else OneDnnLinear)
+    finally:
+        is_intel.cache_clear()
 
 
 @needs_packing

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.capacity import (
-    BEGIN,
-    END,
     Costs,
     Live,
     least_squares,
     p99,
     predicted,
     replicas_for,
-    write_into,
 )
 from benchmarks.load import Figures
 from benchmarks.simulation import Cluster, StepTime
@@ -47,13 +43,3 @@ def test_half_of_a_core_makes_requests_wait_longer() -> None:
     )
     assert half.p50 > 1.5 * whole.p50
     assert half.tokens_per_second <= whole.tokens_per_second
-
-
-def test_tables_go_between_their_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_into(page, "new")
-    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    page.write_text("text")
-    with pytest.raises(ValueError, match="no place for the tables"):
-        write_into(page, "new")
