@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from starlette.datastructures import MutableHeaders
@@ -114,6 +114,7 @@ class RemoteModels(Catalogue[Described]):
     def __init__(self, settings: Settings, remotes: Mapping[str, Remote]) -> None:
         super().__init__(settings, remotes)
         self._remotes = dict(remotes)
+        self._loaded_at: dict[str, float] = {}
 
     @property
     def here(self) -> list[ServedModel]:
@@ -149,7 +150,10 @@ class RemoteModels(Catalogue[Described]):
         """There is nothing to end."""
 
     async def _ask(self, name: str) -> None:
-        self._known[name] = await self._remotes[name].describe()
+        told = await self._remotes[name].describe()
+        # Each replica has its own time; callers are told one, whichever replica is asked.
+        loaded_at = self._loaded_at.setdefault(name, told.loaded_at)
+        self._known[name] = replace(told, loaded_at=loaded_at)
 
     async def _ask_briefly(self, name: str) -> None:
         try:

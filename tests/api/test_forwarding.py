@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -38,17 +39,20 @@ class OneProcess:
 
     Attributes:
         after: answers break off after so many messages; None: they are whole.
+        later: seconds by which the replica that is asked was loaded after the first one.
     """
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
         self.after: int | None = None
+        self.later = 0.0
 
     async def describe(self) -> Described:
         if self.after == 0:
             raise UnavailableError("gone")
         (model,) = self.app.state.models.here
-        return described(model)
+        told = described(model)
+        return replace(told, loaded_at=told.loaded_at + self.later)
 
     async def answer(self, request: Forwarded) -> AsyncIterator[Message]:
         sent = 0
@@ -110,6 +114,15 @@ def told(response: httpx.Response) -> object:
         if isinstance(response.json(), dict)
         else response.json()
     )
+
+
+async def test_a_model_was_loaded_at_one_time_whichever_replica_is_asked(
+    models: dict[str, LoadedModel],
+) -> None:
+    async with gateway(models) as (behind, remotes):
+        listed = (await behind.get("/v1/models")).json()
+        remotes["native"].later = 7.0
+        assert (await behind.get("/v1/models")).json() == listed
 
 
 async def test_it_tells_of_the_models_behind_it(
