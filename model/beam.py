@@ -21,11 +21,12 @@ over. They count as finished when they end, as in the reference, but are never r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.sampler import Scores
 from model.sequence import Beam, Candidate, FinishReason, Hypothesis
 from model.sequence import Sequence as Row
 
@@ -104,21 +105,18 @@ class BeamSearch:
         self._may_improve = True
         self._ended = False
 
-    def advance(self, scores: Tensor, tell: Callable[[int, int], Told]) -> list[int]:
+    def advance(self, scores: Scores, at: list[int], tell: Callable[[int, int], Told]) -> list[int]:
         """One step.
 
         Args:
-            scores: ``[num_beams, vocab]`` processed log-probabilities of the live hypotheses, on
-                the CPU.
+            scores: processed log-probabilities.
+            at: which of their rows are the live hypotheses'.
             tell: what to report of a beam's next token, given the beam and the token.
 
         Returns:
             for each live hypothesis after the step, which one before it was its parent.
         """
-        vocab = scores.shape[-1]
-        continued = (scores + self._scores[:, None]).flatten()
-        values, indices = continued.topk(min(self._candidates, len(continued)))
-        parents, tokens = (indices // vocab).tolist(), (indices % vocab).tolist()
+        values, parents, tokens = self._continuations(scores, at)
         candidates = [
             replace_tokens(self.rows[parent], token)
             for parent, token in zip(parents, tokens, strict=True)
@@ -180,6 +178,16 @@ class BeamSearch:
         done = [finished.tokens for finished in self._finished if finished.real]
         return min(common_prefix(live + done), min(map(len, live + done)) - 1)
 
+    def _continuations(self, scores: Scores, at: list[int]) -> tuple[Tensor, list[int], list[int]]:
+        """Summed scores of the best ones, on the CPU, their parents and last tokens."""
+        rows = torch.tensor(at, device=scores.values.device)
+        sums = self._scores.to(rows.device)
+        count = min(self._candidates, len(at) * scores.vocab)
+        values, parents, tokens = scores.best(rows, sums, count)
+        if not is_real(values).all():  # near NOTHING all are equal: taken as the reference does
+            values, parents, tokens = scores.best_of_all(rows, sums, count)
+        return values.cpu(), parents.tolist(), tokens.tolist()
+
     def _take_finished(
         self,
         candidates: list[Row],
@@ -189,6 +197,8 @@ class BeamSearch:
         ends: Tensor,
     ) -> list[int]:
         """Merge what has just ended into the finished ones and keep the best; what has ended."""
+        if not any(reasons):
+            return []
         scores = self._by_length(values, len(candidates[0].tokens))
         # Stand-ins take a place only above NOTHING, which free places hold in the reference.
         finished = ends & (torch.arange(len(candidates)) < self.width)
@@ -223,6 +233,24 @@ class BeamSearch:
         return (sums / divisor).clamp(min=LOWEST)
 
 
+def places_of_children(places: list[int], parents: list[int]) -> list[int]:
+    """Where hypotheses lie after a step: each parent's first child in its place, where nothing has
+    to be copied, others in those of parents without any.
+
+    Args:
+        places: of the parents.
+        parents: of each child, counted from 0.
+
+    >>> places_of_children([4, 5, 6], parents=[1, 0, 1])
+    [5, 4, 6]
+    """
+    free = [place for parent, place in enumerate(places) if parent not in parents]
+    found = []
+    for child, parent in enumerate(parents):
+        found.append(free.pop(0) if parent in parents[:child] else places[parent])
+    return found
+
+
 def is_real(scores: Tensor) -> Tensor:
     """Which summed log-probabilities are not a stand-in's, nor of what is banned."""
     return scores > NOTHING / 2
@@ -230,7 +258,7 @@ def is_real(scores: Tensor) -> Tensor:
 
 def replace_tokens(row: Row, token: int) -> Row:
     """A new row that goes on from `row` with `token`."""
-    return replace(row, tokens=[*row.tokens, token])
+    return Row(row.src, row.prefix, row.decoding, [*row.tokens, token], request=row.request)
 
 
 def common_prefix(sequences: list[tuple[int, ...]]) -> int:

@@ -154,12 +154,7 @@ class Pool:
         in_use = self.tensor[:, :, : self.rows, :, : self._reached]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
         if moves:
-            to, origin = ([move[side] for move in moves] for side in (0, 1))
-            moving = in_use[..., : self.longest + self.begun, :].flatten(0, 1)
-            # What lies between reading and writing stays small, and so in a CPU's caches.
-            at_a_time = 1 if moving.device.type == "cpu" else len(moving)
-            for part in torch.split(moving, at_a_time):
-                part[:, to] = part[:, origin]
+            _move(in_use[..., : self.longest + self.begun, :], moves)
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
         in_use[:, :, len(rows) :].zero_()
         self.lengths = [self.lengths[row] for row in rows]
@@ -314,6 +309,8 @@ class SourceCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and the slots that they use."""
         used = [self.slots[row] for row in rows]
+        if used == self.slots:  # a beam's rows go on from one another
+            return
         kept = list(dict.fromkeys(used))
         place = {slot: new for new, slot in enumerate(kept)}
         self.slots = [place[slot] for slot in used]
@@ -458,6 +455,16 @@ class EncoderCache:
         """Hold nothing: memory is short."""
         self._memories.clear()
         self.bytes = 0
+
+
+def _move(tensor: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy rows of ``[layers, 2, rows, ...]`` to where others were: pairs of new and old place."""
+    to, origin = ([move[side] for move in moves] for side in (0, 1))
+    if tensor.device.type == "cpu" and not {*to} & {*origin}:
+        for new, old in moves:
+            tensor[:, :, new] = tensor[:, :, old]
+    else:
+        tensor[:, :, to] = tensor[:, :, origin]
 
 
 def _round_up(n: int, block: int) -> int:

@@ -1,8 +1,8 @@
 """Decoding parameters at work: from a step's raw logits to the scores tokens are picked from.
 
-A parameter is one pure function ``(scores [rows, vocab], history, values) -> scores`` and its entry
-in `PROCESSORS`, which names the field of `Decoding` that holds its value; the field's default
-changes nothing. A processor runs only when some row asks for it, and leaves other rows unchanged.
+A parameter is one function ``(scores [rows, vocab], history, values) -> scores`` and its entry in
+`PROCESSORS`, which names the field of `Decoding` that holds its value; the field's default changes
+nothing. A processor runs only when some row asks for it, and leaves other rows unchanged.
 
 The definitions are those of `transformers`' `GenerationConfig` (frequency and presence penalty:
 OpenAI's); `docs/decoding.md` has them as formulas.
@@ -144,9 +144,11 @@ def ban_words(scores: Tensor, history: History, words: BannedWords) -> Tensor:
 
 
 def ban_early_end(scores: Tensor, history: History, minimum: Tensor) -> Tensor:
-    """Ban what ends a target until `minimum` tokens are generated, itself not counted. No-op: 0."""
+    """Ban what ends a target until `minimum` tokens are generated, itself not counted. No-op: 0.
+
+    Writes into `scores`: a copy of a large vocabulary's takes longer than the rest.
+    """
     too_early = history.generated_lengths < minimum
-    scores = scores.clone()
     for id in history.spec.eos_ids:
         scores[:, id].masked_fill_(too_early, BANNED)
     return scores
@@ -314,11 +316,13 @@ class Processor:
         field: of `Decoding`, with each row's value.
         apply: the function.
         prepare: all rows' values as what the function takes, made when rows join or leave.
+        writes: whether the function writes into the scores that it is given.
     """
 
     field: str
     apply: Callable[[Tensor, History, Any], Tensor]
     prepare: Callable[[Sequence[Any], ModelSpec, torch.device], Any] = _as_tensor
+    writes: bool = False
 
     @property
     def no_op(self) -> Any:
@@ -334,7 +338,7 @@ PROCESSORS = (
     Processor("no_repeat_ngram_size", ban_repeated_ngrams, _as_counts),
     Processor("encoder_no_repeat_ngram_size", ban_source_ngrams, _as_counts),
     Processor("bad_words", ban_words, BannedWords.of),
-    Processor("min_new_tokens", ban_early_end, _as_counts),
+    Processor("min_new_tokens", ban_early_end, _as_counts, writes=True),
     Processor("forced_bos_token_id", force_first),
     Processor("forced_eos_token_id", force_last),
     Processor("temperature", divide_by_temperature),
@@ -362,9 +366,16 @@ class ProcessorBatch:
             if any(value != processor.no_op for value in values):
                 self._active.append((processor, processor.prepare(values, spec, device)))
 
-    def __call__(self, scores: Tensor, history: History) -> Tensor:
-        """``[rows, vocab]`` logits, float32 -> the scores to pick from."""
+    def __call__(self, logits: Tensor, history: History, spare: bool = False) -> Tensor:
+        """``[rows, vocab]`` logits, float32 -> the scores to pick from.
+
+        Args:
+            spare: whether the logits may be overwritten.
+        """
+        scores = logits
         for processor, values in self._active:
+            if processor.writes and scores is logits and not spare:
+                scores = scores.clone()
             scores = processor.apply(scores, history, values)
         return scores
 

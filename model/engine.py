@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from model.beam import BeamSearch, Told
+from model.beam import BeamSearch, Told, places_of_children
 from model.cache import EncoderCache
 from model.config import EngineConfig
 from model.decoding import History, ProcessorBatch, finish_reason
@@ -33,7 +33,7 @@ from model.faults import (
 )
 from model.loader import LoadedModel
 from model.lookahead import Draft, Lookahead, Verifier, imagined
-from model.sampler import pick
+from model.sampler import Scores, pick
 from model.scheduler import Scheduler
 from model.sequence import (
     Candidate,
@@ -361,7 +361,8 @@ class Engine:
             if _ends(sequence, events, partial(self._advance, search, first, step, events)):
                 ended[sequence] = set(at)
                 continue
-            for place, parent, row in zip(at, step.parents, search.rows, strict=True):
+            children = places_of_children(at, step.parents)
+            for place, parent, row in zip(children, step.parents, search.rows, strict=True):
                 order[place], grown[place] = at[parent], row
         for sequence in ended:
             self._searches.pop(sequence, None)
@@ -377,7 +378,11 @@ class Engine:
             self._foretold = sum(count - 1 for count in kept if count)
 
     def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
-        """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones."""
+        """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones.
+
+        Logits that nobody is told of may be overwritten.
+        """
+        spare = bool(self._searches) or not any(row.decoding.logprobs for row in rows)
         if self._searches:  # hypotheses are compared by their probabilities
             searched = [row.decoding.num_beams > 1 for row in rows]
             found = logits.log_softmax(dim=-1)
@@ -385,7 +390,8 @@ class Engine:
                 mask = torch.tensor(searched).to(self.device)[:, None]
                 found = torch.where(mask, found, logits)
             logits = found
-        return self._processors_of(rows)(logits, History(rows, self.spec, self.device))
+        history = History(rows, self.spec, self.device)
+        return self._processors_of(rows)(logits, history, spare)
 
     def _processors_of(self, rows: tuple[Sequence, ...]) -> ProcessorBatch:
         if len(rows) != len(self.scheduler.rows):
@@ -420,7 +426,7 @@ class Engine:
             events.append(FailureEvent(sequence, error))
             return True
         step.parents = search.advance(
-            step.of(at).cpu(), lambda beam, token: step.told(at[beam], token)
+            step.scores, at, lambda beam, token: step.told(at[beam], token)
         )
         if not search.over:
             for index in range(len(sequence.tokens), search.agreed):
@@ -591,14 +597,14 @@ class Step:
         drafts: Sequence_[Draft],
     ) -> None:
         self.rows = rows
-        self.scores = scores
+        self.scores = Scores(scores)
         self.guessed = len(rows) - len(drafts)
         self._faults = faults
         self._ends = list(accumulate(1 + len(draft) for draft in drafts))
         self.parents: list[int] = []
-        picked = pick(scores, rows)
+        picked = pick(self.scores, rows)
         self.tokens: list[int] = picked.tolist()
-        highest = scores.amax(dim=-1)  # a NaN anywhere shows here
+        highest = self.scores.highest.amax(dim=-1)  # a NaN anywhere shows here
         finite = (highest if scores is logits else logits.amax(dim=-1)).isfinite()
         self._finite = finite.tolist()
         self._allowed = (highest > -torch.inf).tolist()
@@ -612,11 +618,6 @@ class Step:
         if widest := min(max(self._counts), logits.shape[-1]):
             values, ids = self._logprobs.topk(widest, dim=-1)
             self._top = list(zip(ids.tolist(), values.tolist(), strict=True))
-
-    def of(self, rows: list[int]) -> Tensor:
-        """The scores of some rows ``[rows, vocab]``: a view where they lie in a line."""
-        first, end = rows[0], rows[-1] + 1
-        return self.scores[first:end] if rows == [*range(first, end)] else self.scores[rows]
 
     def positions(self, row: int) -> range:
         """Where a live row and what was guessed of it stand among the step's rows."""

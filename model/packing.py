@@ -208,7 +208,7 @@ class Int8Linear(nn.Module):
         product: Tensor = self.product(x / largest)
         if self.bias is None:
             return product.mul_(largest)
-        return torch.addcmul(self.bias, product, largest)
+        return torch.addcmul(self.bias, product, largest, out=product)  # no new memory
 
 
 class VectorProduct(nn.Module):

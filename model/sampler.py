@@ -8,6 +8,7 @@ no row's draw depends on who else is decoded, on its place, or on what was cance
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,42 +53,81 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     return drawn.clamp(max=scores.shape[-1] - 1)
 
 
-def likeliest(scores: Tensor) -> Tensor:
-    """The token of the highest score; of ties the first.
+class Scores:
+    """Scores to pick from, and the highest of each block of them.
 
-    On a CPU a maximum alone is found many times as fast as with its place. So the highest of each
-    block comes first, and places are sought among blocks, and in the one block that has it.
+    A maximum alone is found many times as fast as with its place. So the highest of each block
+    comes first, and places are sought among blocks, and in those that can have what is sought.
 
     Args:
-        scores: ``[rows, vocab]``.
-
-    Returns:
-        ids ``[rows]``.
+        values: ``[rows, vocab]``.
     """
-    vocab = scores.shape[-1]
-    whole = vocab // BLOCK * BLOCK
-    if scores.device.type != "cpu" or not whole:
-        return scores.max(dim=-1).indices
-    blocks = scores[:, :whole].reshape(len(scores), -1, BLOCK)
-    highest = blocks.amax(dim=-1)  # [rows, blocks]
-    if whole < vocab:
-        rest = scores[:, whole:].amax(dim=-1, keepdim=True)
-        highest = torch.cat([highest, rest], dim=1)
-    first = highest.max(dim=-1).indices * BLOCK  # [rows]
-    # Ids behind the vocabulary repeat its last one: no tie of theirs comes first.
-    ids = (first[:, None] + torch.arange(BLOCK)).clamp_(max=vocab - 1)  # [rows, block]
-    within: Tensor = scores.gather(1, ids).max(dim=-1).indices
-    return first + within
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.vocab = values.shape[-1]
+
+    @cached_property
+    def highest(self) -> Tensor:
+        """``[rows, blocks]``; NaN where one of a block is."""
+        whole = self.vocab // BLOCK * BLOCK
+        parts = [self.values[:, :whole].reshape(len(self.values), -1, BLOCK).amax(dim=-1)]
+        if whole < self.vocab:
+            parts.append(self.values[:, whole:].amax(dim=-1, keepdim=True))
+        return torch.cat(parts, dim=1)
+
+    def likeliest(self) -> Tensor:
+        """Each row's token of the highest score ``[rows]``; of ties the first."""
+        first = self.highest.max(dim=-1).indices * BLOCK  # [rows]
+        # Ids behind the vocabulary repeat its last one: no tie of theirs comes first.
+        ids = self._ids(first).clamp_(max=self.vocab - 1)  # [rows, BLOCK]
+        within: Tensor = self.values.gather(1, ids).max(dim=-1).indices
+        return first + within
+
+    def best(self, rows: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `best_of_all`, by blocks where that is less work; which of equal ones may differ.
+
+        Where fewer than `count` are above -inf, the others' ids may be none.
+        """
+        if len(rows) * self.vocab <= count * BLOCK:
+            return self.best_of_all(rows, sums, count)
+        highest = (self.highest[rows] + sums[:, None]).flatten()  # [n * blocks]
+        # What is among the `count` highest lies in one of the `count` blocks of the highest peaks.
+        peaks = highest.topk(count).indices.sort().values
+        per_row = self.highest.shape[-1]
+        row, first = peaks // per_row, peaks % per_row * BLOCK
+        ids = self._ids(first)  # [peaks, BLOCK]
+        found = self.values[rows[row][:, None], ids.clamp(max=self.vocab - 1)] + sums[row][:, None]
+        values, places = found.masked_fill(ids >= self.vocab, -torch.inf).flatten().topk(count)
+        return values, row[places // BLOCK], ids.flatten()[places]
+
+    def best_of_all(self, rows: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The highest of ``values[rows] + sums[:, None]``, highest first; of ties any.
+
+        Args:
+            rows: ``[n]``.
+            sums: ``[n]``, what each row's scores are added to.
+            count: at most ``n * vocab``.
+
+        Returns:
+            values, which of `rows`, ids; each ``[count]``.
+        """
+        values, places = (self.values[rows] + sums[:, None]).flatten().topk(count)
+        return values, places // self.vocab, places % self.vocab
+
+    def _ids(self, first: Tensor) -> Tensor:
+        """``[n]`` first ids of blocks -> ``[n, BLOCK]``, with some behind the vocabulary."""
+        return first[:, None] + torch.arange(BLOCK, device=first.device)
 
 
-def pick(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+def pick(scores: Scores, rows: Sequence[Row]) -> Tensor:
     """Each row's next token ``[rows]``: drawn where it samples, else the likeliest."""
-    greedy = likeliest(scores)
+    greedy = scores.likeliest()
     if not any(row.decoding.sample for row in rows):
         return greedy
-    samples = torch.tensor([row.decoding.sample for row in rows], device=scores.device)
+    samples = torch.tensor([row.decoding.sample for row in rows], device=greedy.device)
     uniforms = torch.tensor([_uniform_of(row) for row in rows], dtype=torch.float64)
-    return torch.where(samples, draw(scores, uniforms.to(scores.device)), greedy)
+    return torch.where(samples, draw(scores.values, uniforms.to(greedy.device)), greedy)
 
 
 def _uniform_of(row: Row) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -62,6 +63,8 @@ class TrainingConfig:
         learning_rate: the peak, reached after `warmup_steps` (at most a fifth of the run), then
             down a cosine to 0.
         label_smoothing: mass spread over the vocabulary; taken back out of what is served.
+        consistency: weight of the difference between two passes over the same batch, each with its
+            own dropout (R-Drop; see `disagreement`); 0 makes one pass.
         weight_decay: decoupled (AdamW), on matrices only.
         clip_norm: bound on the gradient's norm.
         average_decay: decay of the exponential moving average of the weights, which is shipped.
@@ -84,6 +87,7 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 1000
     label_smoothing: float = 0.1
+    consistency: float = 0.0
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     average_decay: float = 0.9995
@@ -97,6 +101,8 @@ class TrainingConfig:
         for name in ("dev_size", "epochs", "batch_tokens", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.consistency >= 0:
+            raise ValueError(f"consistency must not be negative, got {self.consistency}")
 
 
 @dataclass
@@ -177,6 +183,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def twice(self) -> Batch:
+        """All rows, and all of them once more behind."""
+        return Batch(*(torch.cat([getattr(self, f.name)] * 2) for f in fields(self)))
 
 
 Example = tuple[list[int], list[int]]
@@ -273,6 +283,23 @@ def round_weights(model: nn.Module, network: nn.Module) -> None:
     """Give the copy the weights of `model`; nothing where they are one."""
     if network is not model:
         torch._foreach_copy_(list(network.parameters()), list(model.parameters()))
+
+
+def disagreement(logits: Tensor, targets: Tensor, pad_id: int) -> Tensor:
+    """How far two passes over the same rows are apart: R-Drop (Liang et al., 2021, equation 2).
+
+    Args:
+        logits: ``[2 * rows, tgt, vocab]``, one pass behind the other.
+        targets: ``[2 * rows, tgt]``; where they are `pad_id`, nothing counts.
+
+    Returns:
+        a number in nats per token: the Kullback-Leibler divergences of either pass's
+        probabilities from the other's, averaged.
+    """
+    one, other = F.log_softmax(logits.float(), dim=-1).chunk(2)  # [rows, tgt, vocab] each
+    apart = ((one.exp() - other.exp()) * (one - other)).sum(dim=-1)  # both divergences in one sum
+    kept = targets.chunk(2)[0] != pad_id  # [rows, tgt]
+    return apart[kept].mean() / 2.0
 
 
 class WeightAverage:
@@ -412,16 +439,23 @@ class Trainer:
 
     def _learn(self, batch: Batch, steps: int) -> float:
         self.network.train()
+        if self.config.consistency:
+            batch = batch.twice()
         batch = batch.to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, steps, self.config)
-        _, loss = self.network(
+        logits, loss = self.network(
             batch.src,
             batch.tgt,
             batch.targets,
             src_lengths=batch.src_lengths,
             label_smoothing=self.config.label_smoothing,
         )
+        if self.config.consistency:
+            apart = disagreement(logits, batch.targets, self.shape.pad_id)
+            loss = (
+                loss + 0.5 * self.config.consistency * apart
+            )  # the paper sums two losses, not one
         self.network.zero_grad(set_to_none=True)
         loss.backward()
         hand_gradients_over(self.network, self.model)

@@ -360,7 +360,8 @@ def lengths_before_padding(ids: Tensor, pad_id: int) -> Tensor:
 def initialise(model: nn.Module, std: float = 0.02) -> None:
     """Normal(0, std) for every matrix, zero for biases, one and zero for norms (left as built)."""
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, mean=0.0, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:  # tables of positions too
+                nn.init.normal_(parameter, mean=0.0, std=std)
+            elif isinstance(module, nn.Linear):
+                nn.init.zeros_(parameter)

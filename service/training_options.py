@@ -66,6 +66,13 @@ TRAINING = [
         "0.1",
         "Probability mass spread over the vocabulary; taken back out of what is served.",
     ),
+    _training(
+        "consistency",
+        float,
+        "0",
+        "Weight of how far two passes over a batch are apart, each with its own dropout (R-Drop); "
+        "0 makes one pass, anything else takes twice the time.",
+    ),
     _training("weight_decay", float, "0.01", "Decoupled (AdamW), on matrices only."),
     _training("clip_norm", float, "1", "Bound on the gradient's norm."),
     _training(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model import sampler
 from model.beam import BeamSearch
 from model.config import EngineConfig, ModelSpec
 from model.decoding import PROCESSORS, History, ProcessorBatch
@@ -131,6 +132,17 @@ class TestTheReferenceIsMatched:
         company = [random_case(rng, proof(name).model.spec, sample=True) for _ in range(CASES // 3)]
         events = events_in_company(p.model, rows, [case.row() for case in company], rng)
         assert differing(p, answers_of(rows, events), f"{name}, in company") == []
+
+    def test_with_the_best_continuations_sought_by_blocks(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sampler, "BLOCK", 3)  # as in vocabularies that are wide for its size
+        p = proof(name)
+        answers = [
+            answer_alone(p.model, case) if case.decoding.num_beams > 1 else alone
+            for case, alone in zip(p.cases, p.alone, strict=True)
+        ]
+        assert differing(p, answers, f"{name}, by blocks") == []
 
     def test_scores_of_beam_searches(self, name: str) -> None:
         p, compared = proof(name), 0

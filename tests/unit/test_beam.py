@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from model.config import EngineConfig
 from model.engine import ALL_BANNED, Engine, StepTrace
 from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
+from model.sampler import Scores
 from model.sequence import (
     Decoding,
     Event,
@@ -63,7 +64,17 @@ def spell(tokens: Sequence[int]) -> str:
 
 def advance(found: BeamSearch) -> list[int]:
     rows = [PROBABILITIES.get(spell(row.tokens), [1e-9, 1e-9, 1.0]) for row in found.rows]
-    return found.advance(torch.tensor(rows).log(), lambda beam, token: Told((float(token),)))
+    return step(found, torch.tensor(rows).log(), lambda beam, token: Told((float(token),)))
+
+
+def step(
+    found: BeamSearch,
+    scores: Tensor,
+    tell: Callable[[int, int], Told] = lambda beam, token: Told(),
+) -> list[int]:
+    """With the hypotheses in the last rows of a step, in reverse order."""
+    rows = torch.cat([torch.full((3, scores.shape[-1]), torch.nan), scores.flip(0)])
+    return found.advance(Scores(rows), [*range(len(rows) - 1, 2, -1)], tell)
 
 
 def said(found: BeamSearch) -> list[str]:
@@ -166,7 +177,7 @@ class TestByHand:
         found = search(2, limit=9, length_penalty=length_penalty, early_stopping=early_stopping)
         while not found.over:  # a and b alone, so that all end at the limit
             scores = torch.tensor([[-3.0, -4.0, -math.inf]] * 2)
-            found.advance(scores, lambda beam, token: Told())
+            step(found, scores)
         best, second = answers(found)
         assert (best[0], second[0][:8]) == ("a" * 9, "a" * 8)
         assert best[1] < -1e9
@@ -182,25 +193,23 @@ class TestByHand:
     def test_where_fewer_hypotheses_exist_than_beams_none_is_made_up(self) -> None:
         found = search(width=3)
         only_the_end = torch.tensor([[-torch.inf, -torch.inf, math.log(0.7)]] * 3)
-        found.advance(only_the_end, lambda beam, token: Told())
+        step(found, only_the_end)
         assert found.over
         assert answers(found) == approx([(".", math.log(0.7))])
 
     def test_where_everything_is_banned_nothing_is_found(self) -> None:
         found = search(width=2)
-        found.advance(torch.full((2, 3), -torch.inf), lambda beam, token: Told())
+        step(found, torch.full((2, 3), -torch.inf))
         assert found.over
         assert found.hypotheses() == ()
 
     def test_agreed_is_what_live_and_finished_share_but_for_a_last_token(self) -> None:
         found = search(width=2, early_stopping="never", length_penalty=4.0)
-        found.advance(
-            torch.tensor([[0.9, 0.06, 0.04], [0.9, 0.06, 0.04]]).log(), lambda beam, token: Told()
-        )
+        step(found, torch.tensor([[0.9, 0.06, 0.04], [0.9, 0.06, 0.04]]).log())
         assert said(found) == ["a", "b"]
         assert found.agreed == 0
         rows = torch.tensor([[0.6, 0.1, 0.3], [1 / 3, 1 / 3, 1 / 3]]).log()
-        found.advance(rows, lambda beam, token: Told())  # aa 0.54, a. 0.27, ab 0.09
+        step(found, rows)  # aa 0.54, a. 0.27, ab 0.09
         assert said(found) == ["aa", "ab"]
         assert answers(found)[0][0] == "a."
         assert found.agreed == 1

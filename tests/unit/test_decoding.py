@@ -357,20 +357,35 @@ def test_every_parameter_is_in_the_documentation() -> None:
             assert f"`{name}`" in text, name
 
 
+ASKED: dict[str, Any] = {
+    "logit_bias": ((3, 1.0),),
+    "bad_words": ((3,), (5, 4)),
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "min_new_tokens": 9,
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3,
+    "top_k": 5,
+    "renormalize_logits": True,
+}
+"""Values of some effect; of other parameters 0.5 is one."""
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: processor.field)
+def test_only_logits_that_are_spare_are_overwritten(processor: Processor) -> None:
+    asked: Any = {processor.field: ASKED.get(processor.field, 0.5)}
+    batch = ProcessorBatch([Decoding(9, **asked)], SPEC, CPU)
+    logits = torch.randn(1, 10)
+    copy = logits.clone()
+    scores = batch(logits, history([5, 4, 5]))
+    assert torch.equal(logits, copy)
+    assert torch.equal(batch(logits, history([5, 4, 5]), spare=True), scores)
+    assert torch.equal(logits, copy) != processor.writes
+
+
 @pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: processor.field)
 def test_no_python_loop_runs_over_the_vocabulary_or_the_rows(processor: Processor) -> None:
-    values: dict[str, Any] = {
-        "logit_bias": ((3, 1.0),),
-        "bad_words": ((3,), (5, 4)),
-        "no_repeat_ngram_size": 2,
-        "encoder_no_repeat_ngram_size": 2,
-        "min_new_tokens": 9,
-        "forced_bos_token_id": 3,
-        "forced_eos_token_id": 3,
-        "top_k": 5,
-        "renormalize_logits": True,
-    }
-    value = values.get(processor.field, 0.5)
+    value = ASKED.get(processor.field, 0.5)
 
     def lines(rows: int, vocab: int) -> int:
         spec = replace(SPEC, tgt_vocab_size=vocab)

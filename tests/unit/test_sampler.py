@@ -15,7 +15,7 @@ from model.config import EngineConfig, ModelSpec
 from model.decoding import History, ProcessorBatch
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.sampler import BLOCK, draw, likeliest, mix, pick, uniform
+from model.sampler import BLOCK, Scores, draw, mix, pick, uniform
 from model.sequence import Decoding, Forward, Sequence
 from tests.builders import make_native_model
 
@@ -85,8 +85,24 @@ def test_the_likeliest_is_the_first_of_the_highest(vocab: int) -> None:
     scores[30:35, -1] = 9.0  # the last one
     scores[35] = -torch.inf
     expected = [row.index(max(row)) for row in scores.tolist()]
-    assert likeliest(scores).tolist() == expected
-    assert likeliest(scores.bfloat16()[20:30]).tolist() == expected[20:30]
+    assert Scores(scores).likeliest().tolist() == expected
+    assert Scores(scores.bfloat16()[20:30]).likeliest().tolist() == expected[20:30]
+
+
+@pytest.mark.parametrize("vocab", [3, BLOCK, 9 * BLOCK + 7, 40 * BLOCK, 40 * BLOCK + 1])
+def test_the_best_continuations_are_those_of_a_full_sort(vocab: int) -> None:
+    torch.manual_seed(vocab)
+    values = torch.randn(6, vocab)
+    values[2] = -torch.inf
+    values[3, : vocab // 2] = -torch.inf
+    values[4, -1] = 9.0
+    rows, sums = torch.tensor([4, 2, 3, 0]), torch.tensor([-3.0, 0.5, -1.0, -1e9])
+    best, places = (values[rows] + sums[:, None]).flatten().sort(descending=True)
+    count = min(8, int((best > -1e8).sum()))
+    found = Scores(values).best(rows, sums, count)
+    assert found[0].tolist() == best[:count].tolist()
+    assert found[1].tolist() == (places // vocab)[:count].tolist()
+    assert found[2].tolist() == (places % vocab)[:count].tolist()
 
 
 def test_rows_that_do_not_sample_take_the_likeliest() -> None:
@@ -97,19 +113,19 @@ def test_rows_that_do_not_sample_take_the_likeliest() -> None:
         Sequence([5], [1], Decoding(max_new_tokens=5, sample=True, seed=3)),
         Sequence([5], [1], greedy),
     ]
-    assert pick(scores[[0, 2]], [rows[0], rows[2]]).tolist() == [1, 0]
-    picked = pick(scores, rows).tolist()
+    assert pick(Scores(scores[[0, 2]]), [rows[0], rows[2]]).tolist() == [1, 0]
+    picked = pick(Scores(scores), rows).tolist()
     assert (picked[0], picked[2]) == (1, 0)  # the lowest id wins a tie
 
 
 def test_the_step_of_a_draw_is_the_number_of_tokens_before_it() -> None:
     scores = torch.zeros(1, 1000)
     row = Sequence([5], [1], Decoding(max_new_tokens=5, sample=True, seed=3))
-    first = pick(scores, [row]).item()
+    first = pick(Scores(scores), [row]).item()
     row.tokens.append(7)
-    second = pick(scores, [row]).item()
+    second = pick(Scores(scores), [row]).item()
     row.tokens.pop()
-    assert pick(scores, [row]).item() == first != second
+    assert pick(Scores(scores), [row]).item() == first != second
     assert first == int(uniform(3, 0, 0) * 1000)
 
 
@@ -169,7 +185,7 @@ def test_draws_follow_the_distribution_that_the_parameters_leave(asked: dict[str
     rows = [Sequence([4], [1], decoding) for decoding in decodings]
     processors = ProcessorBatch(decodings, spec, torch.device("cpu"))
     scores = processors(logits.expand(len(rows), -1), History(rows, spec, torch.device("cpu")))
-    picked = pick(scores, rows)
+    picked = pick(Scores(scores), rows)
     assert picked[-2:].tolist() == [int(logits.argmax())] * 2
     assert_drawn_from(picked[:DRAWS], exact(logits, asked))
 

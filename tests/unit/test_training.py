@@ -25,6 +25,7 @@ from model.training import (
     TrainingConfig,
     WeightAverage,
     collate,
+    disagreement,
     learning_rate,
     plan_epoch,
     read_pairs,
@@ -383,6 +384,44 @@ def test_gradients_of_both_precisions_agree(tmp_path: Path) -> None:
 
 
 # --- starting from a model ---------------------------------------------------------------------
+
+
+def test_the_disagreement_of_two_passes_is_their_mean_divergence() -> None:
+    one = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [1 / 3, 1 / 3, 1 / 3]])
+    other = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1], [0.98, 0.01, 0.01]])
+    targets = torch.tensor([[5, 2, 0]] * 2)  # the third position is padding
+    # 0.5 log 2 + 0.25 log 0.5 either way at the first position, nothing at the second.
+    expected = 0.25 * math.log(2.0) / 2
+    found = disagreement(torch.stack([one, other]).log() + 3.0, targets, pad_id=0)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_passes_that_agree_learn_as_one_pass_does(tmp_path: Path) -> None:
+    once = trainer(tmp_path / "once", dropout=0.0)
+    twice = trainer(tmp_path / "twice", replace(CONFIG, consistency=5.0), dropout=0.0)
+    for run in (once, twice):
+        run_until(run, 3)
+    for mine, theirs in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_consistency_brings_passes_with_dropout_together(tmp_path: Path) -> None:
+    def apart(consistency: float) -> float:
+        config = replace(CONFIG, consistency=consistency, epochs=30, evaluate_every=30)
+        run = trainer(tmp_path / f"{consistency}", config, dropout=0.3)
+        run_until(run, 200)
+        run.network.train()
+        torch.manual_seed(0)
+        batch = collate(run.examples, run.shape).twice()
+        logits, _ = run.network(batch.src, batch.tgt, src_lengths=batch.src_lengths)
+        return float(disagreement(logits, batch.targets, run.shape.pad_id).detach())
+
+    assert apart(10.0) < 0.7 * apart(0.001)
+
+
+def test_consistency_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="consistency must not be negative, got -1"):
+        TrainingConfig(consistency=-1.0)
 
 
 def test_a_run_starts_from_a_trained_model_s_weights(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,18 @@ def test_initial_weights_are_normal_biases_zero_and_norms_neutral() -> None:
             assert parameter.eq(1).all(), name
         else:
             assert parameter.eq(0).all(), name
+
+
+def test_no_weight_is_left_as_memory_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def rubbish(*size: int, **options: Any) -> Tensor:
+        return empty(*size, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty", rubbish)
+    shape = TransformerConfig(9, 7, 16, 2, 32, max_src=8, max_tgt=8, relative_positions=True)
+    for name, parameter in build(shape).named_parameters():
+        assert parameter.isfinite().all(), name
 
 
 def test_initial_spread_can_be_chosen() -> None:
