@@ -292,16 +292,23 @@ class SourceCache:
         """Add sources, and the rows that use them.
 
         Args:
-            layers: keys and values per layer, ``[sources, heads, src, head_dim]``.
-            lengths: of each source, without padding.
+            layers: keys and values per layer, ``[1, heads, sum of lengths, head_dim]``: of one
+                source behind the other, of an empty one a column that nobody may see.
+            lengths: of each source.
             slots: which of these sources each new row uses, counted from 0.
         """
-        first = self.pool.rows
-        sources, longest = len(lengths), max(1, *lengths)
-        self.pool.reserve(first + sources, longest)
-        for place, (keys, values) in zip(self.pool.tensor, layers, strict=True):
-            place[0, first : first + sources, :, :longest] = keys[:, :, :longest]
-            place[1, first : first + sources, :, :longest] = values[:, :, :longest]
+        first, device = self.pool.rows, self.pool.shape.device
+        self.pool.reserve(first + len(lengths), max(1, *lengths))
+        places = [
+            (first + i, position)
+            for i, length in enumerate(lengths)
+            for position in range(max(1, length))
+        ]
+        row, position = torch.tensor(places, device=device).t()
+        for place, sides in zip(self.pool.tensor, layers, strict=True):
+            for side, new in zip(place, sides, strict=True):
+                # [1, heads, sum of lengths, head_dim] -> [sum of lengths, heads, head_dim]
+                side[row, :, position] = new[0].transpose(0, 1)
         self.pool.lengths.extend(lengths)
         self.slots.extend(first + slot for slot in slots)
         self._layers = []
@@ -461,7 +468,7 @@ def _move(tensor: Tensor, moves: Sequence[tuple[int, int]]) -> None:
     """Copy rows of ``[layers, 2, rows, ...]`` to where others were: pairs of new and old place."""
     to, origin = ([move[side] for move in moves] for side in (0, 1))
     if tensor.device.type == "cpu" and not {*to} & {*origin}:
-        for new, old in moves:
+        for new, old in moves:  # reads and writes nothing else, which gathering does
             tensor[:, :, new] = tensor[:, :, old]
     else:
         tensor[:, :, to] = tensor[:, :, origin]

@@ -95,9 +95,10 @@ class CachedStepper:
 
     def _join(self, rows: Sequence[Row]) -> None:
         sources, slots = distinct(tuple(row.src) for row in rows)
-        memory, _ = encode(self.network, self.spec, sources, self.device, self.encoder_cache)
+        known = memories(self.network, self.spec, sources, self.device, self.encoder_cache)
         first_row = len(self.sources.slots)
-        keys_values = self.network.decoder.cross_keys_values(memory)
+        # One behind the other, [1, sum of lengths, dim]: padding has neither keys nor values.
+        keys_values = self.network.decoder.cross_keys_values(torch.cat(known)[None])
         self.sources.join(keys_values, [len(source) for source in sources], slots)
         # The last prefix token is the next step's input; what precedes it runs in one masked pass.
         prefixes = [row.target[:-1] for row in rows]
@@ -194,30 +195,67 @@ class ResubmittingStepper:
         return attention_maps(self.network, self.spec, passes, self.device)
 
 
+PADDING = 64
+"""Of one batch of sources on a CPU, in tokens: another batch costs what encoding so many does. A
+GPU encodes them in no time, and calls are what costs."""
+
+
+def alike(lengths: Sequence[int], padding: int) -> list[list[int]]:
+    """Indices in groups of like length, each padded by at most so much in all; longest first.
+
+    >>> alike([3, 9, 4, 8], padding=1)
+    [[1, 3], [2, 0]]
+    """
+    groups: list[list[int]] = []
+    spare = -1
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups:
+            spare -= lengths[groups[-1][0]] - lengths[index]
+        if spare < 0:
+            groups.append([])
+            spare = padding
+        groups[-1].append(index)
+    return groups
+
+
 def encode(
     network: Transformer,
     spec: ModelSpec,
     sources: Sequence[tuple[int, ...]],
     device: torch.device,
-    cache: EncoderCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encoder outputs; sources that the cache does not know run as one padded batch.
+    """Encoder outputs of one padded batch.
 
     Returns:
         memory ``[sources, src, dim]`` and its mask ``[sources, 1, 1, src]``.
     """
-    memories = {source: cache.get(source) for source in sources} if cache else {}
-    new = [source for source in dict.fromkeys(sources) if memories.get(source) is None]
-    if new:
-        src = pad_rows(new, spec.pad_id, device)
-        encoded = network.encode(src, padding_mask(_lengths(new, device), src.shape[1]))
-        for source, row in zip(new, encoded, strict=True):
-            memories[source] = row[: max(1, len(source))]
+    src = pad_rows(sources, spec.pad_id, device)
+    mask = padding_mask(_lengths(sources, device), src.shape[1])
+    return network.encode(src, mask), mask
+
+
+def memories(
+    network: Transformer,
+    spec: ModelSpec,
+    sources: Sequence[tuple[int, ...]],
+    device: torch.device,
+    cache: EncoderCache | None = None,
+) -> list[Tensor]:
+    """Each source's encoder outputs ``[src, dim]``; of an empty one a column nobody may see.
+
+    Sources that the cache does not know run in batches of those alike.
+    """
+    known = {source: cache.get(source) for source in sources} if cache else {}
+    new = [source for source in dict.fromkeys(sources) if known.get(source) is None]
+    lengths = [len(source) for source in new]
+    everyone = [list(range(len(new)))] if new else []
+    for group in alike(lengths, PADDING) if device.type == "cpu" else everyone:
+        batch = [new[index] for index in group]
+        for source, row in zip(batch, encode(network, spec, batch, device)[0], strict=True):
+            known[source] = row[: max(1, len(source))]
             if cache:
                 cache.put(source, row[: max(1, len(source))])
-    rows = [memory for source in sources if (memory := memories[source]) is not None]
-    memory = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return memory, padding_mask(_lengths(sources, device), memory.shape[1])
+    return [memory for source in sources if (memory := known[source]) is not None]
 
 
 def _lengths(sources: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -248,7 +286,9 @@ def hidden_states(
     A source shared by passes is encoded once.
     """
     sources, slots = distinct(tuple(p.src) for p in passes)
-    memory, mask = encode(network, spec, sources, device, cache)
+    known = memories(network, spec, sources, device, cache)
+    memory = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)  # [sources, src, dim]
+    mask = padding_mask(_lengths(sources, device), memory.shape[1])
     index = torch.tensor(slots, device=device)
     tgt = pad_rows([p.tgt for p in passes], spec.pad_id, device)
     hidden = network.decode(tgt, memory[index], mask[index])  # [passes, tgt, dim]

@@ -218,10 +218,10 @@ def test_rows_in_slot_order_need_no_regrouping() -> None:
 def join_sources(cache: SourceCache, sources: list[Tensor], slots: list[int]) -> None:
     """Sources ``[heads, src, head_dim]``, the same in every layer; keys equal values."""
     lengths = [source.shape[1] for source in sources]
-    padded = torch.full((len(sources), 3, max(1, *lengths), 4), 9.0)
-    for row, source in enumerate(sources):
-        padded[row, :, : source.shape[1]] = source
-    cache.join([(padded, padded)] * SHAPE.layers, lengths, slots)
+    nothing = torch.full((3, 1, 4), 9.0)
+    # [1, heads, sum of lengths, head_dim]
+    packed = torch.cat([s if s.shape[1] else nothing for s in sources], dim=1)[None]
+    cache.join([(packed, packed)] * SHAPE.layers, lengths, slots)
 
 
 @torch.no_grad()

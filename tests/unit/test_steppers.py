@@ -21,7 +21,7 @@ from model.layers import padding_mask
 from model.loader import load_model
 from model.sequence import AttentionMaps, Decoding, Forward
 from model.sequence import Sequence as Row
-from model.steppers import CachedStepper, ResubmittingStepper, distinct, pad_rows
+from model.steppers import CachedStepper, ResubmittingStepper, alike, distinct, pad_rows
 from model.transformer import Transformer
 from tests.builders import TINY, lively_network, make_tutorial_model
 
@@ -316,6 +316,40 @@ def test_passes_encode_a_shared_source_once(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.inference_mode():
         stepper().forward([Forward([5, 2], [1]), Forward([6, 2], [1]), Forward([5, 2], [1, 7])])
     assert encoded == [2]
+
+
+@torch.inference_mode()
+def test_sources_are_encoded_beside_those_of_like_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[tuple[int, int]] = []
+    encode = NETWORK.encode
+
+    def count(src: Tensor, mask: Tensor) -> Tensor:
+        encoded.append((src.shape[0], src.shape[1]))
+        return encode(src, mask)
+
+    monkeypatch.setattr(NETWORK, "encode", count)
+    draw = random.Random(13)
+    lengths = [3, 90, 4, 88, 5, 3, 60, 4]
+    rows = [row([draw.randrange(4, VOCAB) for _ in range(length)], []) for length in lengths]
+    cached = stepper()
+    cached.join(rows)
+    assert encoded == [(3, 90), (5, 5)]
+    monkeypatch.undo()
+    check_step(cached, rows)
+    check_step(cached, rows)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 7, 64])
+def test_groups_of_like_length_hold_everyone_once_within_their_padding(padding: int) -> None:
+    draw = random.Random(padding)
+    for count in range(30):
+        lengths = [draw.randrange(100) for _ in range(count)]
+        groups = alike(lengths, padding)
+        assert sorted(index for group in groups for index in group) == list(range(count))
+        padded = [max(lengths[i] for i in g) * len(g) - sum(lengths[i] for i in g) for g in groups]
+        assert all(tokens <= padding for tokens in padded)
+        firsts = [lengths[group[0]] for group in groups]
+        assert firsts == sorted(firsts, reverse=True)
 
 
 @torch.inference_mode()
