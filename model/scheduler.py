@@ -85,8 +85,9 @@ class TurnQueue(Generic[Work]):
 class Scheduler:
     """Two queues, for sequences and for teacher-forced passes, and the live rows.
 
-    Whoever's turn it is in a queue is always taken first, so that nobody starves; its companions
-    are those of like length from the window behind it, so that little is padded.
+    Whoever's turn it is in a queue is always taken first, so that nobody starves. Its companions
+    come from the window behind it: the longest sequences, since who begins last should end soon;
+    the passes of like length, so that little is padded.
 
     Attributes:
         rows: live sequences, in the order of the stepper's rows.
@@ -154,10 +155,10 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Take what the next step runs out of the queues; who calls turns it into rows."""
         joining = self._admit()
-        forwards = take_alike(
+        forwards = take(
             self._forwards,
             window=4 * self.config.max_rows,
-            length=_forward_tokens,
+            preference=lambda first, other: abs(_forward_tokens(other) - _forward_tokens(first)),
             fits=lambda chunk: _padded(chunk, _forward_tokens) <= self.config.max_forward_tokens,
         )
         return Plan(tuple(joining), tuple(forwards))
@@ -185,10 +186,10 @@ class Scheduler:
 
         if row_count(first) > free or not affordable([first]):
             return []  # nobody overtakes it: it would starve
-        return take_alike(
+        return take(
             self._sequences,
             window=2 * free,
-            length=_encoder_tokens,
+            preference=lambda _, other: -other.reserved_tokens,
             fits=lambda chunk: fits(chunk) and affordable(chunk),
         )
 
@@ -198,26 +199,26 @@ def row_count(sequence: Sequence) -> int:
     return sequence.decoding.num_beams
 
 
-def take_alike(
+def take(
     queue: TurnQueue[Work],
     window: int,
-    length: Callable[[Work], int],
+    preference: Callable[[Work, Work], int],
     fits: Callable[[list[Work]], bool],
 ) -> list[Work]:
-    """Remove the first and its likeliest companions from a queue.
+    """Remove the first from a queue, and as many companions as fit.
 
     Args:
         window: how many, counted from the first, are looked at.
-        length: what is padded.
+        preference: of the first and another one; the lowest come first, of equal ones the earlier.
         fits: whether a chunk may still run; the first runs alone even where this says no.
 
     Returns:
-        the first, then the others by likeness to it.
+        the first, then the others by preference.
     """
     if not queue:
         return []
     first, *others = islice(queue, max(1, window))
-    others.sort(key=lambda work: abs(length(work) - length(first)))  # stable: earlier ones first
+    others.sort(key=lambda work: preference(first, work))
     chunk = [first]
     for work in others:
         if not fits([*chunk, work]):

@@ -153,6 +153,11 @@ def alone(row: Row) -> list[int]:
     return again.tokens
 
 
+def size(row: Row) -> tuple[int, int]:
+    """By which a request's works are told apart where they wait."""
+    return row.request, row.reserved_tokens
+
+
 class Histories(RuleBasedStateMachine):
     """Rules are what callers and the machine may do; invariants hold after each of them."""
 
@@ -259,12 +264,12 @@ class Histories(RuleBasedStateMachine):
         return list(self.engine.scheduler._sequences)
 
     def _check_turns(self, waiting: list[Row], put_back: bool) -> None:
-        """Every request has its turn, and its works of one length keep their order."""
+        """Every request has its turn, and its works of one size keep their order."""
         still = set(self._waiting())
         taken = [row for row in waiting if row not in still]
         for row in taken:
-            alike = [w for w in waiting if (w.request, len(w.src)) == (row.request, len(row.src))]
-            assert not still & set(alike[: alike.index(row)]), "an earlier one of its length waits"
+            alike = [w for w in waiting if size(w) == size(row)]
+            assert not still & set(alike[: alike.index(row)]), "an earlier one of its size waits"
         if put_back:
             self.turns_missed.clear()  # those had their turn before, and go first
         elif taken:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import EngineConfig
-from model.scheduler import Scheduler, TurnQueue, take_alike
+from model.scheduler import Scheduler, TurnQueue, take
 from model.sequence import Decoding, Forward, Sequence
 
 
@@ -26,27 +26,34 @@ def admit(waiting: Scheduler) -> tuple[Sequence, ...]:
     return joining
 
 
-def alike(lengths: list[int], window: int, rows: int) -> tuple[list[int], list[int]]:
-    """Take from a queue of distinct lengths -> what is taken, what remains."""
+def alike(lengths: list[int], window: int, room: int) -> tuple[list[int], list[int]]:
+    """Take those nearest to the first, of distinct lengths -> what is taken, what remains."""
     queue: TurnQueue[Sequence] = TurnQueue()
     for length in lengths:
         queue.append(sequence(length))
-    taken = take_alike(queue, window, lambda work: len(work.src), lambda chunk: len(chunk) <= rows)
+
+    def fits(chunk: list[Sequence]) -> bool:
+        return sum(len(work.src) for work in chunk) <= room
+
+    taken = take(queue, window, lambda one, other: abs(len(one.src) - len(other.src)), fits)
     return [len(work.src) for work in taken], [len(work.src) for work in queue]
 
 
-class TestTakeAlike:
-    def test_the_oldest_goes_first_with_those_of_like_length(self) -> None:
-        assert alike([10, 50, 11, 49, 9], window=5, rows=3) == ([10, 11, 9], [50, 49])
+class TestTake:
+    def test_the_oldest_goes_first_and_the_others_by_preference(self) -> None:
+        assert alike([10, 50, 11, 49, 9], window=5, room=30) == ([10, 11, 9], [50, 49])
 
     def test_only_the_window_behind_the_oldest_is_looked_at(self) -> None:
-        assert alike([10, 50, 40, 11], window=3, rows=2) == ([10, 40], [50, 11])
+        assert alike([10, 50, 40, 11], window=3, room=50) == ([10, 40], [50, 11])
+
+    def test_nobody_overtakes_one_that_does_not_fit(self) -> None:
+        assert alike([40, 30, 20, 5], window=4, room=66) == ([40], [30, 20, 5])
 
     def test_the_oldest_runs_even_where_nothing_fits(self) -> None:
-        assert alike([10, 11], window=2, rows=0) == ([10], [11])
+        assert alike([10, 11], window=2, room=0) == ([10], [11])
 
     def test_an_empty_queue_gives_nothing(self) -> None:
-        assert alike([], window=2, rows=2) == ([], [])
+        assert alike([], window=2, room=2) == ([], [])
 
 
 def waiting_in(queue: TurnQueue[Sequence]) -> list[tuple[int, int]]:
@@ -151,6 +158,15 @@ class TestAdmission:
         waiting.rows.pop()
         assert len(admit(waiting)) == 1
         assert waiting.waiting == 0
+
+    def test_beside_the_oldest_the_longest_join_first(self) -> None:
+        waiting = scheduler(max_rows=3)
+        works = [sequence(4, new=new) for new in (5, 7, 30, 20, 6)]
+        for work in works:
+            waiting.submit(work)
+        assert admit(waiting) == (works[0], works[2], works[3])
+        waiting.rows.clear()
+        assert admit(waiting) == (works[1], works[4])
 
     def test_padded_source_tokens_of_one_step_are_the_limit(self) -> None:
         waiting = scheduler(max_encoder_tokens=100)
