@@ -196,12 +196,12 @@ class TargetCache:
 
     def next_positions(
         self, part: slice, width: int = 1
-    ) -> tuple[list[StepKeysValues], Tensor, Tensor]:
+    ) -> tuple[list[StepKeysValues], Tensor | None, Tensor]:
         """Prepare a step that adds positions to each row of a part.
 
         Returns:
-            one place to write per layer; the mask ``[rows, 1, width, longest + width]``; the
-            positions ``[rows, width]``.
+            one place to write per layer; the mask ``[rows, 1, width, longest + width]``, None where
+            all rows may see everything; the positions ``[rows, width]``.
         """
         pool = self.pool
         lengths = torch.tensor(pool.lengths[part], device=pool.shape.device)
@@ -209,7 +209,12 @@ class TargetCache:
         pool.reserve(pool.rows, length)
         pool.begun = max(pool.begun, width)
         positions = lengths[:, None] + torch.arange(width, device=pool.shape.device)
-        mask = padding_mask(positions.flatten() + 1, length).view(len(lengths), 1, width, length)
+        mask = None
+        # A GPU is not asked: a mask costs it nothing, but reading positions back would.
+        alike = width == 1 and min(pool.lengths[part]) + 1 == length
+        if not alike or pool.shape.device.type != "cpu":
+            seen = padding_mask(positions.flatten() + 1, length)
+            mask = seen.view(len(lengths), 1, width, length)
         rows = torch.arange(len(lengths), device=pool.shape.device)[:, None]
         live = pool.tensor[:, :, part, :, :length]
         layers = [StepKeysValues(keys, values, rows, positions) for keys, values in live]

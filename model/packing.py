@@ -204,7 +204,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in] -> [..., out]``, float32."""
-        largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+        # What a row of zeros becomes here, 0 / 0 in 8 bits, is multiplied by 0 again.
+        largest = x.abs().amax(dim=-1, keepdim=True)
         product: Tensor = self.product(x / largest)
         if self.bias is None:
             return product.mul_(largest)

@@ -202,14 +202,15 @@ class Decoder(nn.Module):
         tgt: Tensor,
         past: Sequence[SelfKeysValues],
         source: Sequence[CrossKeysValues],
-        mask: Tensor,
+        mask: Tensor | None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Run ``tgt`` ``[rows, tgt]`` on top of ``past``, attending to ``source``.
 
         Args:
             past, source: one per layer.
-            mask: ``[rows | 1, 1, tgt, key]``, over the keys that ``past`` returns.
+            mask: ``[rows | 1, 1, tgt, key]``, over the keys that ``past`` returns; None allows all
+                of them, to which a single position is the last one.
             positions: ``[rows, tgt]``; default 0, 1, ...
 
         Returns:
@@ -219,8 +220,10 @@ class Decoder(nn.Module):
         if self.position_bias is not None:
             if positions is None:
                 positions = torch.arange(tgt.shape[1], device=tgt.device)[None, :]
+            if mask is None:
+                mask = torch.ones(1, int(positions.max()) + 1, dtype=torch.bool, device=tgt.device)
             mask = self.position_bias(positions, mask)
-        else:
+        elif mask is not None:
             mask = mask_bias(mask, x.dtype)
         for layer, own_past, own_source in zip(self.layers, past, source, strict=True):
             x = layer(x, own_past, own_source, mask)

@@ -182,6 +182,7 @@ def test_a_step_writes_each_row_where_that_row_ends() -> None:
     cache.joined([3, 1])
     layers, mask, positions = cache.next_positions(slice(None))
     assert positions.tolist() == [[3], [1]]
+    assert mask is not None
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     new = torch.arange(2.0 * 3 * 4).reshape(2, 3, 1, 4) + 1
     keys, values = layers[1].extend(new, -new)
@@ -200,7 +201,8 @@ def test_a_step_that_is_not_advanced_can_be_taken_again() -> None:
     cache.joined([2])
     first = torch.ones(1, 3, 1, 4)
     for new in (first, 2 * first):
-        layers, _, positions = cache.next_positions(slice(None))
+        layers, mask, positions = cache.next_positions(slice(None))
+        assert mask is None, "a row alone sees all there is"
         keys, _ = layers[0].extend(new, new)
         assert positions.tolist() == [[2]]
         assert torch.equal(keys[:, :, 2:], new)

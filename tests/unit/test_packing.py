@@ -321,3 +321,18 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
     monkeypatch.setattr(model.loader, "can_quantize", lambda: False)
     with pytest.raises(model.loader.ModelError, match="dtype int8 needs a CPU with AVX2"):
         load_model(native, "cpu", "int8")
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_row_of_zeros_gives_the_bias_in_int8(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(40, 24, bias=bias)
+    x = torch.randn(5, 40)
+    x[2] = 0.0
+    x[3] = 1e-42  # less than float32's smallest normal number
+    found = Int8Linear(plain)(x)
+    expected = torch.zeros(24) if plain.bias is None else plain.bias.detach()
+    assert torch.equal(found[2], expected)
+    torch.testing.assert_close(found[3], expected)
+    assert found.isfinite().all()
