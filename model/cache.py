@@ -321,7 +321,7 @@ class SourceCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and the slots that they use."""
         used = [self.slots[row] for row in rows]
-        if used == self.slots:  # a beam's rows go on from one another
+        if used and used == self.slots:  # a beam's rows go on from one another
             return
         kept = list(dict.fromkeys(used))
         place = {slot: new for new, slot in enumerate(kept)}
@@ -472,11 +472,15 @@ class EncoderCache:
 def _move(tensor: Tensor, moves: Sequence[tuple[int, int]]) -> None:
     """Copy rows of ``[layers, 2, rows, ...]`` to where others were: pairs of new and old place."""
     to, origin = ([move[side] for move in moves] for side in (0, 1))
-    if tensor.device.type == "cpu" and not {*to} & {*origin}:
-        for new, old in moves:  # reads and writes nothing else, which gathering does
+    on_cpu = tensor.device.type == "cpu"
+    if on_cpu and not {*to} & {*origin}:
+        for new, old in moves:
             tensor[:, :, new] = tensor[:, :, old]
-    else:
-        tensor[:, :, to] = tensor[:, :, origin]
+        return
+    # What lies between reading and writing stays small, and so in a CPU's caches.
+    sides = tensor.flatten(0, 1)
+    for part in torch.split(sides, 1 if on_cpu else len(sides)):
+        part[:, to] = part[:, origin]
 
 
 def _round_up(n: int, block: int) -> int:
