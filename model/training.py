@@ -508,7 +508,8 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
-        then = state["config"] | state["shape"]
+        # What a checkpoint does not know yet was as it is by default.
+        then = asdict(TrainingConfig()) | state["config"] | state["shape"]
         now = asdict(self.config) | asdict(self.shape)
         changed = [f"{k} was {then.get(k)}, is {v}" for k, v in now.items() if then.get(k) != v]
         if changed:

@@ -305,6 +305,19 @@ def test_other_settings_are_refused_by_name(
         other.resume()
 
 
+def test_a_checkpoint_from_before_a_setting_was_there_goes_on_with_its_default(
+    tmp_path: Path,
+) -> None:
+    trainer(tmp_path).save_checkpoint()
+    path = tmp_path / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["consistency"]
+    torch.save(state, path)
+    assert trainer(tmp_path).resume()
+    with pytest.raises(ValueError, match=r"consistency was 0\.0, is 1\.0"):
+        trainer(tmp_path, replace(CONFIG, consistency=1.0)).resume()
+
+
 def test_a_checkpoint_cut_short_leaves_the_last_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
