@@ -87,6 +87,14 @@ class Server:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
 
+    def wait_until_loaded(self) -> None:
+        """Until no model is still to come: one is enough to be ready."""
+        deadline = time.monotonic() + PATIENCE
+        with Client(self.url) as client:
+            while any(model.state == "loading" for model in client.info().models):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -104,6 +112,8 @@ def serving(*arguments: str, program: tuple[str, ...] = SEQSERVE) -> Iterator[Se
     server = Server("--port", "0", *arguments, program=program)
     try:
         server.wait_until_ready()
+        if arguments.count("--model") > 1:
+            server.wait_until_loaded()
         yield server
     finally:
         server.process.kill()
