@@ -28,6 +28,12 @@ FAULTY = ("-m", "tests.e2e.faulty_server")
 PATIENCE = 240.0
 """Seconds for what takes a few: the machine may be busy with other things."""
 
+LONG = 40_000
+"""Tokens that take minutes: whatever is to arrive before the last of them does, on any machine."""
+
+ENDLESS = {"max_new_tokens": LONG, "min_new_tokens": LONG}
+"""More than anybody waits for."""
+
 
 class Server:
     """A running server.
@@ -87,10 +93,10 @@ class Server:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
 
-    def wait_until_loaded(self) -> None:
+    def wait_until_loaded(self, api_key: str | None = None) -> None:
         """Until no model is still to come: one is enough to be ready."""
         deadline = time.monotonic() + PATIENCE
-        with Client(self.url) as client:
+        with Client(self.url, api_key=api_key) as client:
             while any(model.state == "loading" for model in client.info().models):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -108,12 +114,15 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str, program: tuple[str, ...] = SEQSERVE) -> Iterator[Server]:
+def serving(
+    *arguments: str, program: tuple[str, ...] = SEQSERVE, api_key: str | None = None
+) -> Iterator[Server]:
+    """A server whose models are all loaded; `api_key` is one that it asks for, if it does."""
     server = Server("--port", "0", *arguments, program=program)
     try:
         server.wait_until_ready()
         if arguments.count("--model") > 1:
-            server.wait_until_loaded()
+            server.wait_until_loaded(api_key)
         yield server
     finally:
         server.process.kill()

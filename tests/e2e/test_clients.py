@@ -57,7 +57,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys.write_text(KEY)
     arguments = ["--model", f"tiny={model}", "--model", f"m2m={multilingual}"]
     arguments += ["--api-keys-file", str(keys), "--max-queue", "4", "--max-inputs", "4"]
-    with serving(*arguments, program=FAULTY) as server:
+    with serving(*arguments, program=FAULTY, api_key=KEY) as server:
         yield server.url
 
 

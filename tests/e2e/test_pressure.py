@@ -16,10 +16,7 @@ from seqserve import Client
 from seqserve.schemas import ModelInfo
 from tests.builders import make_native_model
 
-from .conftest import PATIENCE, Server, serving
-
-ENDLESS = {"max_new_tokens": 8000, "min_new_tokens": 8000}
-"""More than anybody waits for."""
+from .conftest import ENDLESS, LONG, PATIENCE, Server, serving
 
 NEVER = 600
 """Seconds of a timeout that does not pass."""
@@ -28,8 +25,8 @@ NEVER = 600
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that decodes one row at a time."""
-    model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=8000)
-    limits = ("--max-rows", "1", "--max-queue-tokens", "60000")
+    model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=LONG)
+    limits = ("--max-rows", "1", "--max-queue-tokens", str(8 * LONG))
     with serving("--model", f"long={model}", *limits) as server:
         yield server
 
@@ -60,10 +57,12 @@ def asked(server: Server, **body: Any) -> Iterator[socket.socket]:
 
 
 def assert_idle(server: Server) -> None:
-    """Nothing waits or runs, and nothing is computed any more."""
+    """Nothing waits or runs, nothing is computed any more, and nobody was waited for to the end."""
     wait_until(server, lambda model: (model.waiting, model.running) == (0, 0))
-    steps = [info(server).batches for _ in range(2)]
-    assert steps[0] == steps[1]
+    before, after = [info(server).batches for _ in range(2)]
+    assert before
+    assert before == after
+    assert before.steps < LONG
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -15,10 +15,7 @@ from seqserve.errors import DeadlineError, OverloadedError
 from seqserve.schemas import ModelInfo
 from tests.builders import make_native_model
 
-from .conftest import PATIENCE, Server, serving
-
-ENDLESS = {"max_new_tokens": 8000, "min_new_tokens": 8000}
-"""More than anybody waits for."""
+from .conftest import ENDLESS, LONG, PATIENCE, Server, serving
 
 NEVER = 600.0
 """Seconds of a timeout that does not pass."""
@@ -27,7 +24,7 @@ NEVER = 600.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that takes four sequences and refuses more."""
-    model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=8000)
+    model = make_native_model(tmp_path_factory.mktemp("long"), max_tgt=LONG)
     limits = ("--max-queue", "4", "--max-inputs", "4")
     with serving("--model", f"long={model}", *limits) as server:
         yield server
@@ -54,6 +51,8 @@ def runs(model: ModelInfo) -> bool:
 
 
 def is_idle(model: ModelInfo) -> bool:
+    """Nothing waits or runs, and nobody was waited for to the end."""
+    assert model.batches is None or model.batches.steps < LONG
     return not model.running and not model.waiting
 
 

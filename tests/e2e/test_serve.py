@@ -16,11 +16,9 @@ import pytest
 from seqserve import Client
 from tests.builders import make_native_model
 
-from .conftest import PATIENCE, Server, serving
+from .conftest import ENDLESS, LONG, PATIENCE, Server, serving
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LONG = 4000
-"""Tokens that take longer than any signal does to arrive, on any machine."""
 
 
 @pytest.fixture
@@ -93,9 +91,8 @@ def test_a_caller_that_goes_away_does_not_hold_the_server_up(server: Server) -> 
 
 
 def test_closing_a_stream_ends_its_generation(long_model: Path) -> None:
-    endless = {"max_new_tokens": LONG, "min_new_tokens": LONG}
     with serving("--model", f"long={long_model}") as server, Client(server.url) as client:
-        events = client.stream("hello", endless)
+        events = client.stream("hello", ENDLESS)
         assert [next(events).index for _ in range(3)] == [0, 1, 2]
         with Client(server.url) as other:
             assert other.info().models[0].running == 1
@@ -116,7 +113,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(long_model: Path) -> None:
         ThreadPoolExecutor() as pool,
         Client(server.url) as client,  # its idle connection must not hold the end up
     ):
-        running = pool.submit(ask, server, ["hello", "quick"] * 20, LONG // 8)
+        running = pool.submit(ask, server, ["hello", "quick"] * 20, 1500)
         wait_until_running(client)
         server.process.send_signal(signal.SIGTERM)
         statuses = set()
