@@ -7,20 +7,26 @@ of its own, shared by all rows that continue from it.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.attention import MultiHeadAttention, Pieces, mask_bias, padding_mask
 from model.config import ModelSpec
-from model.layers import MultiHeadAttention, mask_bias, padding_mask
 from model.transformer import Transformer
 
 IDLE_BYTES = 2**28
 """Of keys and values that a cache without rows holds on to, at most: new memory costs a burst of
 requests up to a tenth of its time."""
+
+PIECE = 16
+"""Positions to read side by side, all rows of each: a CPU foresees so many streams."""
+
+STREAMED_LENGTH = 64
+"""Positions, for each row that there is room for, beyond which those of a head lie together."""
 
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
@@ -62,9 +68,25 @@ class CacheShape:
         """``[layers, 2, rows, heads, length, head_dim]``: keys at 0, values at 1."""
         return (self.layers, 2, rows, self.heads, length, self.head_dim)
 
-    def zeros(self, rows: int, length: int) -> Tensor:
-        """Of this size."""
-        return torch.zeros(self.size(rows, length), device=self.device, dtype=self.dtype)
+    def zeros(self, numbers: int) -> Tensor:
+        """Memory for so many."""
+        return torch.zeros(numbers, device=self.device, dtype=self.dtype)
+
+    def view(self, memory: Tensor, rows: int, length: int) -> Tensor:
+        """The beginning of flat memory as a tensor of this size.
+
+        In memory, a head's positions follow one another. Where steps read them on a CPU, rows
+        and their heads do, position behind position, unless rows are few and long: wherever a
+        reader leaves a piece of memory for one that is not the next, it waits.
+        """
+        size = self.size(rows, length)
+        memory = memory[: math.prod(size)]
+        streamed = self.device.type == "cpu" and self.dtype == torch.float32
+        if not streamed or length > STREAMED_LENGTH * rows:
+            return memory.view(size)
+        layers, sides, _, heads, _, head_dim = size
+        by_position = memory.view(layers, sides, length, rows, heads, head_dim)
+        return by_position.permute(0, 1, 3, 4, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -100,12 +122,12 @@ class Pool:
     """Keys and values of rows that come, grow and go, in one tensor that grows as needed.
 
     Args:
-        tight: whether rows are as long as the longest one needs, and no longer: what is read in one
-            piece takes half the time of pieces with gaps between them, but each time that the
-            longest one grows all are copied.
+        tight: whether rows are as long as the longest one needs, and no longer: no memory is spent
+            on gaps, which are read around, but each time that the longest one grows all are copied.
 
     Attributes:
-        tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``.
+        tensor: ``[layers, 2, row capacity, heads, length capacity, head_dim]``, in memory as
+            `CacheShape.view` lays it out.
         lengths: positions in use, one per live row.
         begun: positions behind those in use that a step may have begun to write.
         held: whether the tensor stays as it is when rows leave, for what is bound to it.
@@ -114,7 +136,8 @@ class Pool:
     def __init__(self, shape: CacheShape, tight: bool = False) -> None:
         self.shape = shape
         self.tight = tight
-        self.tensor = self._memory = shape.zeros(0, 0)
+        self._memory = shape.zeros(0)
+        self.tensor = shape.view(self._memory, 0, 0)
         self.lengths: list[int] = []
         self.begun = 1
         self.held = False
@@ -138,36 +161,65 @@ class Pool:
             return
         new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
         new_length = needed if self.tight else max(have_length, _round_up(needed, LENGTH_BLOCK))
-        size = self.shape.size(new_rows, new_length)
-        if not self.rows and math.prod(size) <= self._memory.numel():  # all of it zeros
-            self.tensor = self._memory.view(-1)[: math.prod(size)].view(size)
+        numbers = math.prod(self.shape.size(new_rows, new_length))
+        if not self.rows and numbers <= len(self._memory):  # all of it zeros
+            self.tensor = self.shape.view(self._memory, new_rows, new_length)
             return
-        grown = self.shape.zeros(new_rows, new_length)
+        memory = self.shape.zeros(numbers)
+        grown = self.shape.view(memory, new_rows, new_length)
         in_use = (slice(None), slice(None), slice(self.rows), slice(None), slice(self.longest))
         grown[in_use] = self.tensor[in_use]
-        self.tensor = self._memory = grown
+        self.tensor, self._memory = grown, memory
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; only those that change place are copied."""
         if not rows and not self.held and self._memory.nbytes > IDLE_BYTES:
             self.release()
-        in_use = self.tensor[:, :, : self.rows, :, : self._reached]
         moves = [(new, old) for new, old in enumerate(rows) if new != old]
-        if moves:
-            _move(in_use[..., : self.longest + self.begun, :], moves)
+        if self.tensor.device.type == "cpu":
+            self._copy_one_by_one(moves)
+        elif moves:
+            in_use = self.tensor[..., : self.longest + self.begun, :]
+            new, old = map(list, zip(*moves, strict=True))
+            in_use[:, :, new] = in_use[:, :, old]
         # Whoever comes next masks what lies here, but a mask does not stop a NaN.
-        in_use[:, :, len(rows) :].zero_()
+        self.tensor[:, :, len(rows) : self.rows, :, : self._reached].zero_()
         self.lengths = [self.lengths[row] for row in rows]
         if not rows:
             self._reached = 0
 
+    def _copy_one_by_one(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Each row as far as it is in use; nothing stays of what the row there had."""
+        aside = self.tensor[:0]
+        for new, old in one_by_one(moves):
+            row = aside if old is None else self.tensor[:, :, old, :, : self.lengths[old]]
+            if new is None:
+                aside = row.clone()
+                continue
+            place, length = self.tensor[:, :, new], row.shape[3]
+            place[..., :length, :] = row
+            place[..., length : self.lengths[new] + self.begun, :] = 0.0
+
     def release(self) -> None:
         """Return the memory; no rows live."""
-        self.tensor = self._memory = self.shape.zeros(0, 0)
+        self._memory = self.shape.zeros(0)
+        self.tensor = self.shape.view(self._memory, 0, 0)
 
     def wipe(self) -> None:
         """Leave nothing behind the live rows: a join that failed may have written there."""
         self.tensor[:, :, self.rows :].zero_()
+
+    def pieces(self, lengths: Sequence[int]) -> Pieces | None:
+        """How `attention` best reads rows of these lengths; None is all at once."""
+        if self.tensor.stride(4) < self.tensor.stride(3):  # one piece of memory each
+            return None
+        return cut_keys(lengths)
+
+    def excess(self, order: Sequence[int]) -> int:
+        """Positions that attention would not read if the rows were in another order."""
+        if self.pieces(self.lengths) is None:
+            return 0
+        return _read(self.lengths) - _read([self.lengths[row] for row in order])
 
     @property
     def _may_shrink(self) -> bool:
@@ -192,7 +244,11 @@ class TargetCache:
 
     def joined(self, lengths: Sequence[int]) -> None:
         """Count the new rows in, each with its own number of positions."""
+        first, longest = self.pool.rows, max(lengths)
         self.pool.lengths.extend(lengths)
+        for row, length in enumerate(lengths, first):
+            if length < longest:  # padding ran too; the mask hides it, but does not stop a NaN
+                self.pool.tensor[:, :, row, :, length:longest].zero_()
 
     def next_positions(
         self, part: slice, width: int = 1
@@ -217,7 +273,8 @@ class TargetCache:
             mask = seen.view(len(lengths), 1, width, length)
         rows = torch.arange(len(lengths), device=pool.shape.device)[:, None]
         live = pool.tensor[:, :, part, :, :length]
-        layers = [StepKeysValues(keys, values, rows, positions) for keys, values in live]
+        pieces = pool.pieces([n + width for n in pool.lengths[part]])
+        layers = [StepKeysValues(keys, values, rows, positions, pieces) for keys, values in live]
         return layers, mask, positions
 
     def advance(self, part: slice) -> None:
@@ -242,17 +299,18 @@ class TargetCache:
 class PrefixKeysValues:
     """One layer's place for the prefixes of new rows: views ``[rows, heads, prefix, head_dim]``.
 
-    Padded prefixes leave garbage behind a row's length: its own later steps overwrite it before
-    the mask lets anyone look.
+    What padding leaves behind a row's length is wiped when the rows are counted in.
     """
 
     keys: Tensor
     values: Tensor
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, attention: MultiHeadAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+        queries, keys, values = attention.queries_keys_values(x)
         self.keys.copy_(keys)
         self.values.copy_(values)
-        return keys, values
+        attended: Tensor = attention(queries, keys, values, mask)
+        return attended
 
 
 @dataclass(frozen=True)
@@ -262,18 +320,25 @@ class StepKeysValues:
     Attributes:
         rows: ``[rows, 1]``: 0, 1, ...
         positions: ``[rows, new]``, where each row's new positions go.
+        pieces: of the rows, new positions included.
     """
 
     keys: Tensor
     values: Tensor
     rows: Tensor
     positions: Tensor
+    pieces: Pieces | None = None
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, attention: MultiHeadAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+        queries, *new = attention.queries_keys_values(x)
+        self.extend(*new)
+        attended: Tensor = attention(queries, self.keys, self.values, mask, self.pieces)
+        return attended
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
         """Write each row's new positions ``[rows, heads, new, head_dim]`` where that row ends."""
         self.keys[self.rows, :, self.positions] = keys.transpose(1, 2)
         self.values[self.rows, :, self.positions] = values.transpose(1, 2)
-        return self.keys, self.values
 
 
 # --- the source side ---------------------------------------------------------------------------
@@ -345,13 +410,14 @@ class SourceCache:
     def _layers_of(self, slots: Sequence[int]) -> list[SlotKeysValues]:
         pool, device = self.pool, self.pool.shape.device
         first, end = min(slots), max(slots) + 1
-        longest = max(1, pool.longest)  # an empty source keeps one column that nobody may see
         sharing = Sharing.of([slot - first for slot in slots], device)
         lengths = pool.lengths[first:end]
+        longest = max(1, *lengths)  # an empty source keeps one column that nobody may see
         live = pool.tensor[:, :, first:end, :, :longest]
         mask = padding_mask(torch.tensor(lengths, device=device), longest)
         bias = None if min(lengths) == longest else mask_bias(mask, pool.shape.dtype)
-        return [SlotKeysValues(keys, values, bias, sharing) for keys, values in live]
+        pieces = pool.pieces(lengths)
+        return [SlotKeysValues(keys, values, bias, sharing, pieces) for keys, values in live]
 
 
 @dataclass(frozen=True)
@@ -393,17 +459,19 @@ class SlotKeysValues:
 
     Attributes:
         mask: numbers to add to the scores, ``[slots, 1, 1, src]``; None where no source is padded.
+        pieces: of the slots.
     """
 
     keys: Tensor
     values: Tensor
     mask: Tensor | None
     sharing: Sharing | None
+    pieces: Pieces | None = None
 
     def attend(self, cross: MultiHeadAttention, x: Tensor) -> Tensor:
         queries = cross.queries(x)  # [rows, heads, query, head_dim]
         if self.sharing is None:
-            attended: Tensor = cross(queries, self.keys, self.values, self.mask)
+            attended: Tensor = cross(queries, self.keys, self.values, self.mask, self.pieces)
             return attended
         share = self.sharing
         _, heads, length, head_dim = queries.shape
@@ -411,7 +479,7 @@ class SlotKeysValues:
         grid[share.slot, share.place] = queries
         # [slots, width, heads, query, head_dim] -> [slots, heads, width * query, head_dim]
         by_slot = grid.transpose(1, 2).flatten(2, 3)
-        found = cross.attend(by_slot, self.keys, self.values, self.mask)
+        found = cross.attend(by_slot, self.keys, self.values, self.mask, self.pieces)
         # and back to [rows, heads, query, head_dim]
         back = found.reshape(share.slots, heads, share.width, length, head_dim).transpose(1, 2)
         return cross.merge(back[share.slot, share.place])
@@ -443,6 +511,10 @@ class EncoderCache:
     def __bool__(self) -> bool:
         return self.max_bytes > 0
 
+    def __contains__(self, source: object) -> bool:
+        """Whether it is there, which counts as no look-up."""
+        return source in self._memories
+
     def get(self, source: tuple[int, ...]) -> Tensor | None:
         """The memory ``[src, dim]`` of a source, if it is still there."""
         memory = self._memories.get(source)
@@ -469,18 +541,61 @@ class EncoderCache:
         self.bytes = 0
 
 
-def _move(tensor: Tensor, moves: Sequence[tuple[int, int]]) -> None:
-    """Copy rows of ``[layers, 2, rows, ...]`` to where others were: pairs of new and old place."""
-    to, origin = ([move[side] for move in moves] for side in (0, 1))
-    on_cpu = tensor.device.type == "cpu"
-    if on_cpu and not {*to} & {*origin}:
-        for new, old in moves:
-            tensor[:, :, new] = tensor[:, :, old]
-        return
-    # What lies between reading and writing stays small, and so in a CPU's caches.
-    sides = tensor.flatten(0, 1)
-    for part in torch.split(sides, 1 if on_cpu else len(sides)):
-        part[:, to] = part[:, origin]
+def one_by_one(moves: Iterable[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
+    """Moves from old to new places, all of them at once, as copies that come one after another.
+
+    Args:
+        moves: pairs of new and old place; several may come from one.
+
+    Yields:
+        pairs of new and old place, None for one aside.
+
+    >>> list(one_by_one([(0, 1), (1, 0), (2, 0)]))
+    [(2, 0), (None, 1), (1, 0), (0, None)]
+    """
+    origin = dict(moves)
+    readers = Counter(origin.values())
+    free = [new for new in origin if not readers[new]]
+    while free:
+        new = free.pop()
+        old = origin.pop(new)
+        yield new, old
+        readers[old] -= 1
+        if old in origin and not readers[old]:
+            free.append(old)
+    while origin:  # rings, each place read by one other
+        new, old = origin.popitem()
+        yield None, new
+        last = new
+        while old != last:
+            yield new, old
+            new, old = old, origin.pop(old)
+        yield new, None
+
+
+def cut_keys(lengths: Sequence[int]) -> Pieces:
+    """Keys in pieces of `PIECE`; of few rows in larger ones, since another one costs two calls.
+
+    >>> [(part.start, part.stop, rows) for part, rows in cut_keys([70, 3, 17, *[5] * 10])]
+    [(0, 16, 13), (16, 48, 3), (48, 70, 1)]
+    """
+    longest = max([1, *lengths])
+    pieces = []
+    start, rows = 0, len(lengths)
+    while start < longest:
+        while start and lengths[rows - 1] <= start:
+            rows -= 1
+        stop = start + PIECE * max(1, 8 // rows)
+        if longest - stop < PIECE // 2:
+            stop = longest
+        pieces.append((slice(start, stop), rows))
+        start = stop
+    return pieces
+
+
+def _read(lengths: Sequence[int]) -> int:
+    """Positions in all pieces."""
+    return sum((part.stop - part.start) * rows for part, rows in cut_keys(lengths))
 
 
 def _round_up(n: int, block: int) -> int:

@@ -33,7 +33,7 @@ from model.faults import (
 )
 from model.loader import LoadedModel
 from model.lookahead import Draft, Lookahead, Verifier, imagined
-from model.sampler import Scores, pick
+from model.sampler import Scores, log_probabilities, pick
 from model.scheduler import Scheduler
 from model.sequence import (
     Candidate,
@@ -48,6 +48,10 @@ from model.sequence import (
 from model.timing import Phase, Stopwatch
 
 ALL_BANNED = "the decoding parameters ban every token"
+
+EXPECTED = 512
+"""Source tokens of those that wait which the stepper is told of when others join: as many as are
+encoded quickly side by side."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class Engine:
         if plan.forwards:
             events.extend(self._run_forwards(plan.forwards))
             self._watch.lap("forward")
+        self._arrange()
         rows = tuple(self.scheduler.rows)
         targets = Padding.of([len(row.prefix) + len(row.tokens) for row in rows])
         left = self._decode(rows, events) if rows else ()
@@ -222,6 +227,7 @@ class Engine:
             return ()
         joined: list[Sequence] = []
         waiting: list[Sequence] = []
+        self.stepper.expect(joining, self.scheduler.next_ones(EXPECTED))
         for part, failure in isolated(self._take_in, joining):
             if failure is None:
                 joined.extend(part)
@@ -292,7 +298,8 @@ class Engine:
         positions = imagined(rows, drafts)
         logits = stepper.verify(rows, drafts).float()
         self._watch.lap("decode")
-        step = Step(positions, logits, self._scores(positions, logits), {}, drafts)
+        scores = self._scores(positions, self._compared(positions, logits))
+        step = Step(positions, logits, scores, {}, drafts)
         self._watch.lap("sample")
         return step
 
@@ -308,12 +315,15 @@ class Engine:
             return self.stepper.step(part, places[0]).float()
 
         def scores_of(places: Sequence_[int]) -> Tensor:
+            if len(places) == len(rows):
+                return self._scores(rows, compared)
             part = slice(places[0], places[-1] + 1)
-            return self._scores(rows[part], logits[part])
+            return self._scores(rows[part], compared[part])
 
         faults: dict[int, Exception] = {}
         logits = self._apart(logits_of, len(rows), faults)
         self._watch.lap("decode")
+        compared = self._compared(rows, logits)
         scores = self._apart(scores_of, len(rows), faults)
         step = Step(rows, logits, scores, faults, [()] * len(rows))
         self._watch.lap("sample")
@@ -377,21 +387,27 @@ class Engine:
             self._guessed = step.guessed
             self._foretold = sum(count - 1 for count in kept if count)
 
-    def _scores(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
-        """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones.
+    def _compared(self, rows: tuple[Sequence, ...], logits: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]``; log-probabilities in rows of searches, which compare these.
 
         Logits that nobody is told of may be overwritten.
         """
-        spare = bool(self._searches) or not any(row.decoding.logprobs for row in rows)
-        if self._searches:  # hypotheses are compared by their probabilities
-            searched = [row.decoding.num_beams > 1 for row in rows]
-            found = logits.log_softmax(dim=-1)
-            if not all(searched):
-                mask = torch.tensor(searched).to(self.device)[:, None]
-                found = torch.where(mask, found, logits)
-            logits = found
+        if not self._searches:
+            return logits
+        searched = [row.decoding.num_beams > 1 for row in rows]
+        if all(searched) and not _asking(rows):
+            return log_probabilities(logits)
+        found = logits.log_softmax(dim=-1)
+        if not all(searched):
+            mask = torch.tensor(searched).to(self.device)[:, None]
+            found = torch.where(mask, found, logits)
+        return found
+
+    def _scores(self, rows: tuple[Sequence, ...], compared: Tensor) -> Tensor:
+        """What tokens are picked from ``[rows, vocab]``, for all live rows or other ones."""
         history = History(rows, self.spec, self.device)
-        return self._processors_of(rows)(logits, history, spare)
+        spare = bool(self._searches) or not _asking(rows)
+        return self._processors_of(rows)(compared, history, spare)
 
     def _processors_of(self, rows: tuple[Sequence, ...]) -> ProcessorBatch:
         if len(rows) != len(self.scheduler.rows):
@@ -504,6 +520,13 @@ class Engine:
                 raise
             self._start_again(self._sequences(tuple(self.scheduler.rows)))
 
+    def _arrange(self) -> None:
+        """Move rows to where a step reads least, if the stepper finds that worth it."""
+        order = self.stepper.better_order()
+        if order is not None:
+            self._processors = None
+            self._settle(order, [self.scheduler.rows[row] for row in order], holes=set())
+
     def _start_again(self, everyone: tuple[Sequence, ...]) -> None:
         """Memory ran out: return it all, and go on with half the rows from the tokens so far.
 
@@ -561,6 +584,11 @@ def _ends(sequence: Sequence, events: list[Event], carry_on: Callable[[], bool])
         return True
 
 
+def _asking(rows: Sequence_[Sequence]) -> list[int]:
+    """Which rows are told of their log-probabilities."""
+    return [i for i, row in enumerate(rows) if row.decoding.logprobs]
+
+
 def _token_event(sequence: Sequence, index: int, token: int, told: Told) -> TokenEvent:
     return TokenEvent(
         sequence=sequence,
@@ -577,7 +605,7 @@ class Step:
 
     Args:
         rows: those decoded; behind each, what it is after each of its guesses.
-        logits: ``[rows, vocab]``, raw, float32.
+        logits: ``[rows, vocab]``, raw, float32; may be overwritten.
         scores: ``[rows, vocab]`` to pick from.
         faults: rows that could not be run, and why.
         drafts: of each live row, the tokens that were guessed.
@@ -608,11 +636,13 @@ class Step:
         finite = (highest if scores is logits else logits.amax(dim=-1)).isfinite()
         self._finite = finite.tolist()
         self._allowed = (highest > -torch.inf).tolist()
-        asking = [i for i, row in enumerate(rows) if row.decoding.logprobs]
+        asking = _asking(rows)
         self._place = {i: place for place, i in enumerate(asking)}
         if not asking:
             return
-        self._logprobs = logits[asking].log_softmax(dim=-1)  # [asking, vocab]
+        # The last to read the logits, which were copied for searches if these ask.
+        raw = logits if len(asking) == len(rows) else logits[asking]
+        self._logprobs = log_probabilities(raw)  # [asking, vocab]
         self._picked = self._logprobs.gather(1, picked[asking][:, None])[:, 0].tolist()
         self._counts = [rows[i].decoding.top_n_tokens for i in asking]
         if widest := min(max(self._counts), logits.shape[-1]):

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from model.attention import mask_bias, padding_mask
 from model.cache import SlotKeysValues, SourceCache, StepKeysValues, TargetCache
-from model.layers import mask_bias, padding_mask
 from model.transformer import Transformer
 
 WARM_UP = 3

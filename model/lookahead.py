@@ -162,6 +162,8 @@ class Lookahead:
 
     def drafts(self, rows: Sequence[Row]) -> list[Draft]:
         """What to run for each row; nothing for any where that is faster."""
+        if 2 * len(rows) > self._most_positions:
+            return [()] * len(rows)  # no room; guides follow when there is
         drafts = [self._draft(row) for row in rows]
         if not any(drafts):
             return drafts

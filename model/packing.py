@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.layers import BiasedOutput, MultiHeadAttention
+from model.attention import MultiHeadAttention
+from model.layers import BiasedOutput
 from model.transformer import DecoderLayer, EncoderLayer
 
 ROWS_HINT = 32

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from model.attention import MultiHeadAttention
 from model.checkpoint import ModelError
 from model.config import GenerationDefaults, ModelSpec, Task
 from model.layers import (
@@ -22,7 +23,6 @@ from model.layers import (
     BiasedOutput,
     FeedForward,
     LayerNorm,
-    MultiHeadAttention,
     PostNorm,
     PreNorm,
     token_table,

@@ -53,6 +53,13 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     return drawn.clamp(max=scores.shape[-1] - 1)
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Those of ``[rows, vocab]``, on a CPU written over the logits: so wide a tensor is new memory
+    each time, which costs three times what the numbers do."""
+    on_cpu = logits.device.type == "cpu"
+    return torch.log_softmax(logits, dim=-1, out=logits if on_cpu else None)
+
+
 class Scores:
     """Scores to pick from, and the highest of each block of them.
 

@@ -163,6 +163,16 @@ class Scheduler:
         )
         return Plan(tuple(joining), tuple(forwards))
 
+    def next_ones(self, tokens: int) -> list[Sequence]:
+        """Those that wait and come next, with sources of at most so many tokens in all."""
+        found: list[Sequence] = []
+        for sequence in self._sequences:
+            tokens -= max(1, len(sequence.src))
+            if tokens < 0:
+                break
+            found.append(sequence)
+        return found
+
     def _admit(self) -> list[Sequence]:
         if not self._sequences:
             return []

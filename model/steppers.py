@@ -6,25 +6,37 @@ to its encoder as well, so that nothing can be cached (`ResubmittingStepper`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from model.attention import MultiHeadAttention, causal_mask, padding_mask
 from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
 from model.graphs import StepGraphs
-from model.layers import MultiHeadAttention, causal_mask, padding_mask
 from model.passes import read_out
 from model.sequence import AttentionMaps, Forward, ForwardEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer
 
+MOVE_COST = 2
+"""What moving a position costs in positions that attention reads."""
+
 
 class Stepper(Protocol):
     """The tensors of live rows, numbered in the order in which they joined or were kept."""
+
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        """Do what can be done together for rows that join now and others that will.
+
+        It changes no answer, and never raises for a row's sake.
+        """
+        ...
 
     def join(self, rows: Sequence[Row]) -> None:
         """Take new rows in, behind those that live: encode their sources, run their prefixes.
@@ -42,6 +54,10 @@ class Stepper(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
+        ...
+
+    def better_order(self) -> list[int] | None:
+        """Live rows in the order in which a step reads least, once moving them pays."""
         ...
 
     def release(self) -> None:
@@ -79,9 +95,32 @@ class CachedStepper:
         self.sources = SourceCache(shape)
         self.device = shape.device
         self.encoder_cache = EncoderCache(config.max_encoder_cache_bytes)
+        self._ahead: dict[tuple[int, ...], Tensor] = {}  # of rows that have not joined yet
+        self._excess = 0  # positions read since rows were moved that another order would spare
         self.graphs: StepGraphs | None = None
         if config.cuda_graphs and self.device.type == "cuda":
             self.graphs = StepGraphs(network, self.targets, self.sources)
+
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        """Encode sources side by side: one alone takes a CPU as long as ten do.
+
+        Where one of them cannot be encoded, those that join are encoded without the others.
+        """
+
+        def unknown(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+            sources, _ = distinct(tuple(row.src) for row in rows)
+            return [s for s in sources if s not in self._ahead and s not in self.encoder_cache]
+
+        expected = {tuple(row.src) for row in (*joining, *soon)}
+        self._ahead = {source: self._ahead[source] for source in expected & self._ahead.keys()}
+        if self.device.type != "cpu" or not soon or not unknown(joining):
+            return
+        sources = unknown([*joining, *soon])
+        try:
+            found = memories(self.network, self.spec, sources, self.device)
+        except Exception:  # noqa: BLE001  whose fault it was shows when they join
+            return
+        self._ahead.update(zip(sources, found, strict=True))
 
     def join(self, rows: Sequence[Row]) -> None:
         live = len(self.sources.slots)
@@ -95,7 +134,8 @@ class CachedStepper:
 
     def _join(self, rows: Sequence[Row]) -> None:
         sources, slots = distinct(tuple(row.src) for row in rows)
-        known = memories(self.network, self.spec, sources, self.device, self.encoder_cache)
+        ahead = self._ahead
+        known = memories(self.network, self.spec, sources, self.device, self.encoder_cache, ahead)
         first_row = len(self.sources.slots)
         # One behind the other, [1, sum of lengths, dim]: padding has neither keys nor values.
         keys_values = self.network.decoder.cross_keys_values(torch.cat(known)[None])
@@ -109,6 +149,8 @@ class CachedStepper:
             mask = causal_mask(tgt.shape[1], self.device)
             self.network.decoder(tgt, past, self.sources.layers(slice(first_row, None)), mask)
         self.targets.joined(lengths)
+        for source in sources:
+            ahead.pop(source, None)
 
     def step(self, rows: Sequence[Row], first: int = 0) -> Tensor:
         part = slice(first, first + len(rows))
@@ -149,12 +191,29 @@ class CachedStepper:
         self.targets.keep(rows)
         self.sources.keep(rows)
 
+    def better_order(self) -> list[int] | None:
+        """The longest first, of targets and sources together: they keep that order as they grow."""
+        live = len(self.sources.slots)
+        if live < 2 or self.sources.slots != list(range(live)):  # rows that share a source stay
+            return None
+        pools = self.targets.pool, self.sources.pool
+        lengths = [sum(both) for both in zip(*(pool.lengths for pool in pools), strict=True)]
+        order = sorted(range(live), key=lambda row: -lengths[row])
+        excess = sum(pool.excess(order) for pool in pools)
+        self._excess = max(0, self._excess + excess)
+        moved = sum(lengths[old] for new, old in enumerate(order) if new != old)
+        if excess <= 0 or self._excess < MOVE_COST * moved:
+            return None
+        self._excess = 0
+        return order
+
     def release(self) -> None:
         if self.graphs is not None:
             self.graphs.release()
         self.targets.pool.release()
         self.sources.pool.release()
         self.encoder_cache.clear()
+        self._ahead.clear()
 
     def forward(self, passes: Sequence[Forward]) -> list[ForwardEvent]:
         return teacher_forced(self.network, self.spec, passes, self.device, self.encoder_cache)
@@ -172,6 +231,9 @@ class ResubmittingStepper:
         self.device = next(network.parameters()).device
         self.encoder_cache = None  # a source grows with every token
 
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        pass
+
     def join(self, rows: Sequence[Row]) -> None:
         pass  # nothing is remembered between steps
 
@@ -184,6 +246,9 @@ class ResubmittingStepper:
 
     def keep(self, rows: Sequence[int]) -> None:
         pass
+
+    def better_order(self) -> list[int] | None:
+        return None
 
     def release(self) -> None:
         pass
@@ -199,12 +264,20 @@ PADDING = 64
 """Of one batch of sources on a CPU, in tokens: another batch costs what encoding so many does. A
 GPU encodes them in no time, and calls are what costs."""
 
+ENCODED_AT_ONCE = 512
+"""Tokens of one batch of sources on a CPU, where there are several: what layers hand on stays
+within its caches."""
 
-def alike(lengths: Sequence[int], padding: int) -> list[list[int]]:
-    """Indices in groups of like length, each padded by at most so much in all; longest first.
 
-    >>> alike([3, 9, 4, 8], padding=1)
-    [[1, 3], [2, 0]]
+def alike(lengths: Sequence[int], padding: int, most: int) -> list[list[int]]:
+    """Indices in groups of like length, longest first.
+
+    Args:
+        padding: tokens by which each group is padded, at most.
+        most: tokens of each group, padding included, but that one alone may have more.
+
+    >>> alike([3, 9, 4, 8, 3, 3], padding=2, most=18)
+    [[1, 3], [2, 0, 4, 5]]
     """
     groups: list[list[int]] = []
     spare = -1
@@ -215,7 +288,13 @@ def alike(lengths: Sequence[int], padding: int) -> list[list[int]]:
             groups.append([])
             spare = padding
         groups[-1].append(index)
-    return groups
+    parts: list[list[int]] = []
+    for group in groups:
+        together = max(1, most // max(1, lengths[group[0]]))
+        count = -(-len(group) // together)
+        ends = [len(group) * i // count for i in range(count + 1)]
+        parts.extend(group[start:end] for start, end in pairwise(ends))
+    return parts
 
 
 def encode(
@@ -240,22 +319,29 @@ def memories(
     sources: Sequence[tuple[int, ...]],
     device: torch.device,
     cache: EncoderCache | None = None,
+    ahead: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Each source's encoder outputs ``[src, dim]``; of an empty one a column nobody may see.
 
-    Sources that the cache does not know run in batches of those alike.
+    Sources that the cache does not know, and that were not encoded ahead, run in batches of those
+    alike.
     """
     known = {source: cache.get(source) for source in sources} if cache else {}
-    new = [source for source in dict.fromkeys(sources) if known.get(source) is None]
+    found = {source: memory for source, memory in known.items() if memory is not None}
+    for source in sources:
+        if source not in found and source in ahead:
+            found[source] = ahead[source]
+    new = [source for source in dict.fromkeys(sources) if source not in found]
     lengths = [len(source) for source in new]
     everyone = [list(range(len(new)))] if new else []
-    for group in alike(lengths, PADDING) if device.type == "cpu" else everyone:
+    for group in alike(lengths, PADDING, ENCODED_AT_ONCE) if device.type == "cpu" else everyone:
         batch = [new[index] for index in group]
         for source, row in zip(batch, encode(network, spec, batch, device)[0], strict=True):
-            known[source] = row[: max(1, len(source))]
-            if cache:
-                cache.put(source, row[: max(1, len(source))])
-    return [memory for source in sources if (memory := known[source]) is not None]
+            found[source] = row[: max(1, len(source))]
+    if cache:
+        for source in sources:
+            cache.put(source, found[source])
+    return [found[source] for source in sources]
 
 
 def _lengths(sources: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

@@ -15,16 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.layers import (
-    Embedding,
-    FeedForward,
-    MultiHeadAttention,
-    RelativePositionBias,
-    Residual,
-    causal_mask,
-    mask_bias,
-    padding_mask,
-)
+from model.attention import MultiHeadAttention, causal_mask, mask_bias, padding_mask
+from model.layers import Embedding, FeedForward, RelativePositionBias, Residual
 
 
 class CrossKeysValues(Protocol):
@@ -38,8 +30,12 @@ class CrossKeysValues(Protocol):
 class SelfKeysValues(Protocol):
     """What one decoder layer has seen of the target side."""
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the new positions' keys and values; return all that may be attended to."""
+    def attend(self, attention: MultiHeadAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Take in new positions ``[rows, tgt, dim]``, and run the layer's self-attention on them.
+
+        Args:
+            mask: ``[rows | 1, 1 | heads, tgt, key]``, over all that may be attended to.
+        """
         ...
 
 
@@ -64,8 +60,9 @@ class MemoryKeysValues:
 class NoPast:
     """Self-attention of a full pass: the new positions are all there is."""
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, values
+    def attend(self, attention: MultiHeadAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+        attended: Tensor = attention(*attention.queries_keys_values(x), mask)
+        return attended
 
 
 class EncoderLayer(nn.Module):
@@ -125,14 +122,8 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, past: SelfKeysValues, source: CrossKeysValues, mask: Tensor | None
     ) -> Tensor:
         """``x`` ``[rows, tgt, dim]``, ``mask`` ``[rows | 1, 1, tgt, key]`` -> shape of ``x``."""
-
-        def attend_to_target(h: Tensor) -> Tensor:
-            queries, *new = self.self_attention.queries_keys_values(h)
-            attended: Tensor = self.self_attention(queries, *past.extend(*new), mask)
-            return attended
-
         around_self, around_cross, around_feed_forward = self.residuals
-        x = around_self(x, attend_to_target)
+        x = around_self(x, lambda h: past.attend(self.self_attention, h, mask))
         x = around_cross(x, lambda h: source.attend(self.cross_attention, h))
         x = around_feed_forward(x, self.feed_forward)
         return x
@@ -209,7 +200,7 @@ class Decoder(nn.Module):
 
         Args:
             past, source: one per layer.
-            mask: ``[rows | 1, 1, tgt, key]``, over the keys that ``past`` returns; None allows all
+            mask: ``[rows | 1, 1, tgt, key]``, over what ``past`` has and ``tgt``; None allows all
                 of them, to which a single position is the last one.
             positions: ``[rows, tgt]``; default 0, 1, ...
 

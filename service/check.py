@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.attention import padding_mask
 from model.config import EngineConfig
 from model.engine import Engine
-from model.layers import padding_mask
 from model.loader import LoadedModel
 from model.multilingual import read_settings
 from model.sequence import Forward, ForwardEvent, TokenEvent

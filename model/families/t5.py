@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import MultiHeadAttention
 from model.byte_level import byte_level
 from model.checkpoint import ModelError
 from model.languages import Languages
@@ -46,7 +47,6 @@ from model.layers import (
     Activation,
     Embedding,
     FeedForward,
-    MultiHeadAttention,
     NoPositions,
     PreNorm,
     RelativePositionBias,

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from model.attention import MultiHeadAttention
 from model.checkpoint import ModelError
 from model.config import ModelSpec
 from model.layers import (
     BesselLayerNorm,
     Embedding,
     FeedForward,
-    MultiHeadAttention,
     NormalizedResidual,
     PreNorm,
     Residual,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,8 +12,17 @@ import torch
 from torch import Tensor
 
 import model.cache
+from model.attention import (
+    MultiHeadAttention,
+    attention,
+    attention_weights,
+    mask_bias,
+    padding_mask,
+)
 from model.cache import (
     LENGTH_BLOCK,
+    PIECE,
+    STREAMED_LENGTH,
     CacheShape,
     EncoderCache,
     Pool,
@@ -20,9 +30,10 @@ from model.cache import (
     Sharing,
     SourceCache,
     TargetCache,
+    cut_keys,
+    one_by_one,
 )
 from model.config import EngineConfig
-from model.layers import MultiHeadAttention
 from model.loader import load_model
 from model.sequence import Decoding
 from model.sequence import Sequence as Row
@@ -142,6 +153,22 @@ def test_kept_rows_take_their_new_order(kept: list[int]) -> None:
     assert contents(pool) == [[10.0 + row] * (row + 1) for row in kept]
 
 
+def test_moves_come_in_an_order_in_which_nothing_is_read_too_late() -> None:
+    draw = random.Random(4)
+    for _ in range(300):
+        size = draw.randint(1, 9)
+        new = draw.sample(range(size), draw.randint(0, size))
+        moves = [(place, draw.randrange(size)) for place in new]
+        if draw.random() < 0.5:
+            moves = list(zip(new, draw.sample(new, len(new)), strict=True))
+        places: dict[int | None, int] = {place: place for place in range(size)}
+        expected = places | dict(moves)
+        for to, origin in one_by_one(moves):
+            places[to] = places[origin]
+        places.pop(None, None)
+        assert places == expected
+
+
 def test_a_slot_that_was_left_holds_nothing_of_its_last_user() -> None:
     # A NaN behind a mask is still a NaN: zero weight times NaN.
     pool = Pool(SHAPE)
@@ -173,6 +200,59 @@ def test_pools_follow_any_history(tight: bool) -> None:
         assert contents(pool) == expected
 
 
+# --- how keys are read ---------------------------------------------------------------------------
+
+
+def test_positions_of_all_rows_lie_together_unless_rows_are_few_and_long() -> None:
+    pool = Pool(SHAPE)
+    join(pool, 2 * STREAMED_LENGTH, 1.0)
+    assert pool.pieces(pool.lengths) is None, "each head's keys are one piece of memory"
+    join(pool, 20, 2.0)
+    assert pool.tensor[0, 0, :, :, 0].is_contiguous()
+    pieces = pool.pieces(pool.lengths)
+    assert pieces
+    assert [rows for _, rows in pieces] == [2, 1]
+    assert contents(pool) == [[1.0] * 2 * STREAMED_LENGTH, [2.0] * 20]
+    half = Pool(replace(SHAPE, dtype=torch.bfloat16))
+    for _ in range(9):
+        join(half, 3, 1.0)
+    assert half.pieces(half.lengths) is None, "other kernels read these"
+
+
+def test_pieces_hold_every_key_of_every_row() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        rows = draw.choice([1, 5, 40])
+        lengths = [draw.choice([0, 1, PIECE, draw.randrange(200)]) for _ in range(rows)]
+        pieces = cut_keys(lengths)
+        assert [part.start for part, _ in pieces] == [0, *(part.stop for part, _ in pieces[:-1])]
+        assert pieces[-1][0].stop == max(1, *lengths)
+        assert pieces[0][1] == len(lengths)
+        for part, live in pieces:
+            assert all(length <= part.start for length in lengths[live:])
+            assert lengths[live - 1] > part.start or not part.start
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_by_pieces_is_attention(queries: int) -> None:
+    torch.manual_seed(0)
+    draw = random.Random(queries)
+    for rows in (1, 2, 9, 30):
+        lengths = [draw.randint(1, 90) for _ in range(rows)]
+        longest = max(lengths)
+        query = torch.randn(rows, 3, queries, 4)
+        keys, values = torch.randn(2, longest, rows, 3, 4).permute(0, 2, 3, 1, 4)
+        mask = padding_mask(torch.tensor(lengths), longest)
+        expected = attention_weights(query, keys, mask) @ values
+        pieces = cut_keys(lengths)
+        for part, live in pieces:
+            keys[live:, :, part] = values[live:, :, part] = torch.nan  # nobody reads there
+        bias = mask_bias(mask, torch.float32)
+        found = attention(query, keys, values, bias, pieces=pieces)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 # --- targets -----------------------------------------------------------------------------------
 
 
@@ -185,7 +265,8 @@ def test_a_step_writes_each_row_where_that_row_ends() -> None:
     assert mask is not None
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     new = torch.arange(2.0 * 3 * 4).reshape(2, 3, 1, 4) + 1
-    keys, values = layers[1].extend(new, -new)
+    layers[1].extend(new, -new)
+    keys, values = layers[1].keys, layers[1].values
     assert keys.shape == (2, 3, 4, 4)  # rows, heads, longest + 1, head_dim
     assert torch.equal(keys[0, :, 3], new[0, :, 0])
     assert torch.equal(keys[1, :, 1], new[1, :, 0])
@@ -203,9 +284,9 @@ def test_a_step_that_is_not_advanced_can_be_taken_again() -> None:
     for new in (first, 2 * first):
         layers, mask, positions = cache.next_positions(slice(None))
         assert mask is None, "a row alone sees all there is"
-        keys, _ = layers[0].extend(new, new)
+        layers[0].extend(new, new)
         assert positions.tolist() == [[2]]
-        assert torch.equal(keys[:, :, 2:], new)
+        assert torch.equal(layers[0].keys[:, :, 2:], new)
 
 
 # --- sources -----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from model.sequence import (
     TokenEvent,
 )
 from model.sequence import Sequence as Row
+from model.steppers import CachedStepper
 from tests.builders import make_native_model
 
 ROUNDING = 1e-4
@@ -124,6 +125,22 @@ class TestTheBatchNeverShows:
         self, model: LoadedModel, seed: int
     ) -> None:
         assert differences(model, seed) == 0
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_tokens_are_the_same_where_rows_change_places_at_every_step(
+        self, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        moved = []
+
+        def shuffled(stepper: CachedStepper) -> list[int] | None:
+            order = list(range(len(stepper.sources.slots)))
+            random.Random(len(moved)).shuffle(order)
+            moved.append(len(order))
+            return order
+
+        monkeypatch.setattr(CachedStepper, "better_order", shuffled)
+        assert differences(model, seed) == 0
+        assert max(moved) > 2
 
     @pytest.mark.parametrize(
         ("module", "name"),

@@ -72,6 +72,9 @@ class SmallStepper:
     begun: list[list[int]] = field(default_factory=list)
     encoder_cache: None = None
 
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        pass
+
     def join(self, rows: Sequence[Row]) -> None:
         if any(row.src[0] == NEVER_JOINS for row in rows):
             raise RuntimeError("cannot be encoded")
@@ -103,6 +106,9 @@ class SmallStepper:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cached = [list(self.cached[row]) for row in rows]
+
+    def better_order(self) -> list[int] | None:
+        return None
 
     def release(self) -> None:
         assert not self.cached

@@ -66,6 +66,9 @@ class FaultyStepper:
     def encoder_cache(self) -> EncoderCache:
         return self.inner.encoder_cache
 
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        pass
+
     def join(self, rows: Sequence[Row]) -> None:
         if self.live + len(rows) > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -90,6 +93,9 @@ class FaultyStepper:
     def keep(self, rows: Sequence[int]) -> None:
         self.inner.keep(rows)
         self.live = len(rows)
+
+    def better_order(self) -> list[int] | None:
+        return self.inner.better_order()
 
     def release(self) -> None:
         self.inner.release()

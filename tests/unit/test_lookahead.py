@@ -366,11 +366,17 @@ class Copier:
     def __init__(self, config: EngineConfig) -> None:
         self.positions = 0
 
+    def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
+        pass
+
     def join(self, rows: Sequence[Row]) -> None:
         pass
 
     def keep(self, rows: Sequence[int]) -> None:
         pass
+
+    def better_order(self) -> list[int] | None:
+        return None
 
     def release(self) -> None:
         pass

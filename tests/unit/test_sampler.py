@@ -15,7 +15,7 @@ from model.config import EngineConfig, ModelSpec
 from model.decoding import History, ProcessorBatch
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.sampler import BLOCK, Scores, draw, mix, pick, uniform
+from model.sampler import BLOCK, Scores, draw, log_probabilities, mix, pick, uniform
 from model.sequence import Decoding, Forward, Sequence
 from tests.builders import make_native_model
 
@@ -24,6 +24,20 @@ def chi_square_bound(degrees: int) -> float:
     """The 0.9999 quantile, by Wilson and Hilferty's cube approximation."""
     z = 3.719
     return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (40, 257), (5, 32_000), (130, 4_001)])
+def test_log_probabilities_may_be_written_over_their_logits(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    logits = 10 * torch.randn(shape)
+    logits[0, 0] = -torch.inf if shape[1] > 1 else 3.0
+    logits[-1, -1] = torch.nan if shape[0] > 1 else 3.0
+    expected = (logits.double() - logits.double().logsumexp(dim=-1, keepdim=True)).float()
+    aside = logits.log_softmax(dim=-1)
+    found = log_probabilities(logits)
+    assert found.data_ptr() == logits.data_ptr()
+    assert torch.equal(found.nan_to_num(), aside.nan_to_num())
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-6, equal_nan=True)
 
 
 def test_the_mixer_is_splitmix64() -> None:

@@ -270,3 +270,14 @@ def test_limits_hold_requests_take_turns_and_everything_runs_once(
             assert waiting.rows, "an idle engine admits"
         del waiting.rows[: max(1, leave[step % 30])]
     assert len(ran) == len(submitted) == len(set(map(id, ran)))
+
+
+def test_the_next_ones_are_those_whose_turn_comes_next_within_their_tokens() -> None:
+    waiting = scheduler(max_rows=1)
+    for length, request in ((5, 0), (6, 0), (7, 1), (8, 2)):
+        waiting.submit(sequence(length, request=request))
+    admit(waiting)
+    assert [len(each.src) for each in waiting.next_ones(21)] == [7, 8, 6]
+    assert [len(each.src) for each in waiting.next_ones(20)] == [7, 8]
+    assert waiting.next_ones(6) == []
+    assert waiting.waiting == 3, "they go on waiting"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import model.steppers
+from model.attention import padding_mask
 from model.cache import LENGTH_BLOCK
 from model.config import EngineConfig
 from model.families.seqserve import TransformerConfig, spec
-from model.layers import padding_mask
 from model.loader import load_model
 from model.sequence import AttentionMaps, Decoding, Forward
 from model.sequence import Sequence as Row
@@ -256,6 +256,17 @@ def test_a_row_of_nan_harms_neither_its_mates_nor_whoever_takes_its_place(side: 
         check_step(cached, rows)
 
 
+def test_padding_behind_a_prefix_of_nan_harms_nobody_who_moves_there() -> None:
+    network = lively_network(CONFIG, seed=5)
+    with torch.no_grad():
+        network.decoder.embedding.tokens.weight[22] = torch.nan
+    cached = stepper(network)
+    rows = [row([5, 2], [22, 6]), row([6, 2], [4] * 30), row([7, 2], [5])]
+    join(cached, rows)
+    keep(cached, [2, 1])
+    check_step(cached, [rows[2], rows[1]])
+
+
 # --- the tests above are sharp -----------------------------------------------------------------
 
 
@@ -339,15 +350,104 @@ def test_sources_are_encoded_beside_those_of_like_length(monkeypatch: pytest.Mon
     check_step(cached, rows)
 
 
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sources each pass over the encoder has had so far; 21 in a source is an error."""
+    passes: list[int] = []
+    encode = NETWORK.encode
+
+    def count(src: Tensor, mask: Tensor) -> Tensor:
+        if (src == 21).any():
+            raise ValueError("a source that nobody can encode")
+        passes.append(len(src))
+        return encode(src, mask)
+
+    monkeypatch.setattr(NETWORK, "encode", count)
+    return passes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kept", [0, 10**6], ids=["without a cache", "with a cache"])
+def test_sources_that_come_soon_are_encoded_beside_those_that_join(
+    encoded: list[int], kept: int
+) -> None:
+    cached = CachedStepper(NETWORK, SPEC, EngineConfig(max_encoder_cache_bytes=kept))
+    rows = [row([5 + i, 6, 7, 2], []) for i in range(7)]
+    cached.expect(rows[:2], rows[2:6])
+    assert encoded == [6]
+    cached.join(rows[:2])
+    cached.expect(rows[2:3], rows[3:6])
+    cached.join(rows[2:3])
+    cached.expect(rows[4:5], rows[5:])  # the fourth has been cancelled
+    cached.join(rows[4:5])
+    assert encoded == [6], "nothing is encoded for those that wait alone"
+    cached.expect(rows[6:], [rows[3]])
+    cached.join(rows[6:])
+    assert encoded == [6, 2], "what was made for the fourth is gone"
+    cached.expect(rows[:1], [])
+    assert not cached._ahead, "nobody waits"
+    live = [*rows[:3], rows[4], rows[6]]
+    logits = cached.step(live)
+    for r, found in zip(live, logits, strict=True):
+        torch.testing.assert_close(found, full_pass(r), atol=ROUNDING, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_source_that_fails_does_so_when_its_row_joins(encoded: list[int]) -> None:
+    cached = stepper()
+    good, bad = row([5, 6, 2], []), row([21, 2], [])
+    cached.expect([good], [bad])
+    cached.join([good])
+    cached.expect([bad], [row([7, 2], [])])
+    with pytest.raises(ValueError, match="nobody can encode"):
+        cached.join([bad])
+    assert encoded == [1]
+
+
+# --- the order of rows -------------------------------------------------------------------------
+
+
+def test_rows_are_moved_once_that_spares_more_than_it_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model.steppers, "MOVE_COST", 20)
+    cached = stepper()
+    lengths = [4] * 9 + [61, 91]
+    rows = [row([5 + i] * (length - 1) + [2], []) for i, length in enumerate(lengths)]
+    join(cached, rows)
+    excess = 11 * 75 - (2 * 45 + 30)  # 11 rows are read behind the first 16 positions, then two
+    calls = -(-20 * sum(lengths) // excess)
+    assert calls > 3
+    assert [cached.better_order() for _ in range(calls - 1)] == [None] * (calls - 1)
+    order = cached.better_order()
+    assert order == [10, 9, *range(9)]
+    keep(cached, order)
+    check_step(cached, [rows[i] for i in order])
+    assert [cached.better_order() for _ in range(100)] == [None] * 100
+
+
+def test_rows_that_share_a_source_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model.steppers, "MOVE_COST", 0)
+    cached = stepper()
+    join(cached, [row([5, 2], []), row([5, 2], []), row([5] * 90 + [2], [])])
+    assert cached.better_order() is None
+
+
+@pytest.mark.parametrize("most", [1, 90, 300, 10**6])
 @pytest.mark.parametrize("padding", [0, 1, 7, 64])
-def test_groups_of_like_length_hold_everyone_once_within_their_padding(padding: int) -> None:
+def test_groups_of_like_length_hold_everyone_once_within_their_bounds(
+    padding: int, most: int
+) -> None:
     draw = random.Random(padding)
     for count in range(30):
-        lengths = [draw.randrange(100) for _ in range(count)]
-        groups = alike(lengths, padding)
+        lengths = [draw.choice([0, draw.randrange(20), draw.randrange(100)]) for _ in range(count)]
+        groups = alike(lengths, padding, most)
         assert sorted(index for group in groups for index in group) == list(range(count))
         padded = [max(lengths[i] for i in g) * len(g) - sum(lengths[i] for i in g) for g in groups]
         assert all(tokens <= padding for tokens in padded)
+        assert all(len(g) == 1 or len(g) * lengths[g[0]] <= most for g in groups)
         firsts = [lengths[group[0]] for group in groups]
         assert firsts == sorted(firsts, reverse=True)
 

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import model.transformer
+from model.attention import MultiHeadAttention, padding_mask
 from model.families.seqserve import TransformerConfig, build
-from model.layers import (
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    MultiHeadAttention,
-    PostNorm,
-    PreNorm,
-    SinusoidalPositions,
-    padding_mask,
-)
+from model.layers import Embedding, FeedForward, LayerNorm, PostNorm, PreNorm, SinusoidalPositions
 from model.transformer import (
     Decoder,
     DecoderLayer,
