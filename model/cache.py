@@ -25,8 +25,9 @@ requests up to a tenth of its time."""
 PIECE = 16
 """Positions to read side by side, all rows of each: a CPU foresees so many streams."""
 
-STREAMED_LENGTH = 64
-"""Positions, for each row that there is room for, beyond which those of a head lie together."""
+STREAMED_LENGTH, STREAMED_PER_ROW = 64, 32
+"""Positions, and more for each row, beyond which those of a head lie together: as many streams as
+that cost more than waits between pieces of memory that long."""
 
 LENGTH_BLOCK = 64
 """Target lengths grow by so many positions, so that growing is rare and padding small."""
@@ -82,7 +83,7 @@ class CacheShape:
         size = self.size(rows, length)
         memory = memory[: math.prod(size)]
         streamed = self.device.type == "cpu" and self.dtype == torch.float32
-        if not streamed or length > STREAMED_LENGTH * rows:
+        if not streamed or length > STREAMED_LENGTH + STREAMED_PER_ROW * rows:
             return memory.view(size)
         layers, sides, _, heads, _, head_dim = size
         by_position = memory.view(layers, sides, length, rows, heads, head_dim)
