@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from model.attention import MultiHeadAttention, causal_mask, padding_mask
-from model.cache import CacheShape, EncoderCache, SourceCache, TargetCache
+from model.cache import EncoderCache, SourceCache, TargetCache
 from model.config import EngineConfig, ModelSpec
 from model.graphs import StepGraphs
 from model.passes import read_out
+from model.pool import CacheShape
 from model.sequence import AttentionMaps, Forward, ForwardEvent
 from model.sequence import Sequence as Row
 from model.transformer import Transformer

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.engine as model_engine
+from model import step
 from model.beam import BeamSearch
 from model.config import EngineConfig, ModelSpec
-from model.engine import ALL_BANNED, Engine
+from model.engine import Engine
 from model.loader import LoadedModel
+from model.sampler import Scores
 from model.sequence import Decoding, Event, FailureEvent, Hypothesis, TokenEvent
 from model.sequence import Sequence as Row
+from model.step import ALL_BANNED
 from tests.parity.reference import EOS
 
 GARBAGE = -1e5
@@ -209,23 +211,23 @@ def events_in_company(
 def margin(model: LoadedModel, case: Case) -> float:
     """The closest decision of a case's run alone: the least gap between neighbours in rank."""
     gaps: list[float] = []
-    advance, pick = BeamSearch.advance, model_engine.pick
+    advance, pick = BeamSearch.advance, step.pick
 
     def watch(scores: Tensor, ranks: int) -> None:
         ranked = scores.flatten().sort(descending=True).values[: ranks + 1]
         gaps.extend((ranked[:-1] - ranked[1:])[ranked[1:] > GARBAGE].tolist())
 
-    def watched_advance(self: BeamSearch, scores: Tensor, tell: Any) -> list[int]:
-        watch(scores + self._scores[:, None], 2 * self.width)
-        return advance(self, scores, tell)
+    def watched_advance(self: BeamSearch, scores: Scores, at: list[int], tell: Any) -> list[int]:
+        watch(scores.values[at] + self._scores[:, None], 2 * self.width)
+        return advance(self, scores, at, tell)
 
-    def watched_pick(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    def watched_pick(scores: Scores, rows: Sequence[Row]) -> Tensor:
         if rows[0].decoding.num_beams == 1:
-            watch(scores, 1)
+            watch(scores.values, 1)
         return pick(scores, rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BeamSearch, "advance", watched_advance)
-        patch.setattr(model_engine, "pick", watched_pick)
+        patch.setattr(step, "pick", watched_pick)
         answer_alone(model, case)
     return min(gaps, default=torch.inf)

@@ -24,7 +24,7 @@ from model.config import EngineConfig, ModelSpec
 from model.decoding import PROCESSORS, History, ProcessorBatch
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
-from model.sequence import Decoding
+from model.sequence import Decoding, Forward
 from model.sequence import Sequence as Row
 from model.steppers import CachedStepper
 from tests.parity.cases import (
@@ -91,6 +91,20 @@ def differing(proof: Proof, answers: Sequence[Answer], what: str) -> list[Case]:
     print(f"{what}: {len(answers)} cases, {len(wrong)} differ, {rounding} by rounding")
     assert rounding <= ROUNDING_ALLOWED * len(NAMES) * CASES
     return wrong
+
+
+def test_a_margin_is_the_least_lead_of_a_decision() -> None:
+    p = proof(NAMES[0])
+    greedy = next(
+        case for case in p.cases if case.decoding == Decoding(case.decoding.max_new_tokens)
+    )
+    tokens = list(p.alone[p.cases.index(greedy)].tokens[0])
+    tgt = [*greedy.prefix, *tokens[:-1]]
+    [event] = p.model.stepper(EngineConfig()).forward([Forward(greedy.src, tgt, "all")])
+    best, second = event.logits[len(greedy.prefix) - 1 :].topk(2).values.unbind(1)
+    assert margin(p.model, greedy) == pytest.approx(float((best - second).min()), abs=1e-4)
+    beams = next(case for case in p.cases if case.decoding.num_beams > 1)
+    assert 0.0 < margin(p.model, beams) < 10.0
 
 
 # --- the networks --------------------------------------------------------------------------------

@@ -48,13 +48,13 @@ def keep(self, ticket):
 Runner._release = keep
 """,
     "not the answer alone": """
-import model.engine as engine
-right = engine.pick
+import model.step as step
+right = step.pick
 def pick(scores, rows):
     tokens = right(scores, rows)
     tokens[0] = 5 if len(rows) > 5 else tokens[0]
     return tokens
-engine.pick = pick
+step.pick = pick
 """,
     "lost after": """
 import itertools

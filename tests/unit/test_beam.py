@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.beam import BeamSearch, Told, common_prefix
 from model.config import EngineConfig
-from model.engine import ALL_BANNED, Engine, StepTrace
+from model.engine import Engine, StepTrace
 from model.faults import GenerationError
 from model.loader import LoadedModel, load_model
 from model.sampler import Scores
@@ -28,6 +28,7 @@ from model.sequence import (
     TokenEvent,
 )
 from model.sequence import Sequence as Row
+from model.step import ALL_BANNED
 from model.steppers import CachedStepper
 from tests.builders import make_native_model
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import model.steppers
 from model.attention import padding_mask
-from model.cache import LENGTH_BLOCK
 from model.config import EngineConfig
 from model.families.seqserve import TransformerConfig, spec
 from model.loader import load_model
+from model.pool import LENGTH_BLOCK
 from model.sequence import AttentionMaps, Decoding, Forward
 from model.sequence import Sequence as Row
 from model.steppers import CachedStepper, ResubmittingStepper, alike, distinct, pad_rows
