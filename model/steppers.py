@@ -103,7 +103,7 @@ class CachedStepper:
             self.graphs = StepGraphs(network, self.targets, self.sources)
 
     def expect(self, joining: Sequence[Row], soon: Sequence[Row]) -> None:
-        """Encode sources side by side: one alone takes a CPU as long as ten do.
+        """Encode sources side by side: alone, one costs a CPU three times as much.
 
         Where one of them cannot be encoded, those that join are encoded without the others.
         """
